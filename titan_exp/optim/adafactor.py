@@ -128,7 +128,6 @@ class Adafactor(GroupOptimizer):
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    """Sum of squares of each matrix, or of a vector."""
     dims = (ROWS, COLUMNS) if tensor.ndim > 1 else (COLUMNS,)
     return tensor.square().sum(dims, keepdim=True)
 

@@ -83,7 +83,6 @@ class Dion(MatrixOptimizer[Config]):
 
 
 def _all_reduce(tensor: Tensor, axes: Sequence[ShardAxis], dim: int) -> Tensor:
-    """Sum in place over the ranks that shard a dim."""
     for axis in axes:
         if axis.dim == dim:
             dist.all_reduce(tensor, group=axis.group)
@@ -109,7 +108,6 @@ def _orthonormal(left: Tensor, sharding: ShardedMatrix) -> Tensor:
 
 
 def _own_shard(matrix: Tensor, sharding: ShardedMatrix) -> Tensor:
-    """This rank's padded shard of a whole matrix."""
     shards = sharding.split(matrix)
     for axis in sharding.axes:
         shards = shards[axis.rank]

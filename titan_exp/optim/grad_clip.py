@@ -272,7 +272,6 @@ class AdaGC:
         self._optimizer, self._parameters, self._config = optimizer, list(parameters), config
         device = local_tensor(self._parameters[0]).device if self._parameters else None
         self.averages = torch.full((len(self._parameters),), torch.inf, device=device)
-        """Average norm of each parameter."""
         self.begun = 0
         """Step after which the averages began; the warm-up counts from it."""
 

@@ -81,9 +81,7 @@ class ShardAxis:
     group: dist.ProcessGroup
     """Ranks with different shards, in order."""
     size: int
-    """Number of ranks."""
     rank: int
-    """This rank's index."""
     dim: int
     """`ROWS` or `COLUMNS`."""
     applied_last: bool

@@ -25,7 +25,6 @@ class NamedParameter:
     """A parameter to optimize."""
 
     name: str
-    """Full name in the whole model."""
     parameter: nn.Parameter
     """Plain tensor or DTensor."""
     role: Role
@@ -169,7 +168,6 @@ def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None
 
 
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:
-    """Role of a parameter of a module."""
     declared: Role | None = getattr(module, "parameter_role", None)
     if is_vector(parameter.shape, stacked=declared == "expert"):
         return "vector"

@@ -24,7 +24,6 @@ class WeightAverage:
         self._optimizer, self._config = optimizer, config
         self._first = config.first_step(steps)
         self.steps = 0
-        """Number of steps in the average."""
         self.after_move: Callable[[], object] = lambda: None
         """Called after weights and average are exchanged, to recompute copies of the weights."""
 

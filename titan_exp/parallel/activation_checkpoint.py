@@ -248,7 +248,6 @@ def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | Non
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and shapes of a block's parameters."""
 
 _CODE: dict[CodeType, dict[Shapes, CodeType]] = {}
 """Code objects of a forward by the shapes of its block; the first is the forward's own."""

@@ -23,7 +23,6 @@ from titan_exp.parallel.mesh import partial_parameters
 from titan_exp.parallel.meta_init import matching_modules
 
 _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
-"""Makes the parameter that takes a master's place."""
 
 
 class ComputeWeights:

@@ -43,7 +43,6 @@ class Received:
     rows: Float[Tensor, "received dim"]
     """Rows, sorted by expert, source rank and token."""
     weights: Float[Tensor, " received"] | None
-    """Weight of each row, if sent."""
     ends: Int32[Tensor, " local"]
     """End of the rows of each of this rank's experts."""
     order: Any
@@ -61,7 +60,6 @@ class TokenExchange:
     counts: Int64[Tensor, "ranks local"]
     """Rows received from each rank for each of this rank's experts."""
     group: str
-    """Name of the ranks' process group."""
 
     @staticmethod
     def start(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "Callable[[], TokenExchange]":
@@ -99,7 +97,6 @@ class RowOrder:
     source: Int64[Tensor, " rows"]
     """Index of the source row for each place."""
     target: Int64[Tensor, " rows"]
-    """Place of each source row."""
 
     @staticmethod
     def by_expert(counts: Int64[Tensor, "ranks local"], size: int) -> "RowOrder":
@@ -162,9 +159,7 @@ class SymmetricExchange:
     room: int
     """Number of rows that the results have room for."""
     ranks: int
-    """Ranks of the group."""
     group: str
-    """Name of the ranks' process group."""
 
     @staticmethod
     def start(
@@ -362,7 +357,6 @@ class ExpertParallelDispatch:
     group: str
     """Name of the process group of ranks that hold different experts."""
     degree: int
-    """Number of these ranks."""
     channels: TokenGroup | None
     """Ranks that hold different channels of the same experts and need each other's tokens; None if there is one."""
     symmetric_memory: bool = False

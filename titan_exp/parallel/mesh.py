@@ -260,7 +260,6 @@ class Mesh:
     experts: DeviceMesh | None
     """Mesh with axes pp, dp_replicate, efsdp, ep, etp; None if experts are sharded like other weights."""
     device: torch.device
-    """Device of this process."""
     cpu_group: dist.ProcessGroup
     """Group of all ranks over gloo, for token counts and flags that must not wait for the device."""
     sequence_shard: ShardedSequence

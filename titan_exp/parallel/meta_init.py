@@ -27,7 +27,6 @@ from titan_exp.ops.linear_attention import GatedDeltaCore
 from titan_exp.parallel.tensor_parallel.styles import LINEARS, MODULES
 
 BufferPlace = tuple[nn.Module, str]
-"""Module and name of a buffer in it."""
 
 
 def buffer_places(model: nn.Module) -> dict[str, BufferPlace]:

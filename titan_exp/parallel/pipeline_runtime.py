@@ -36,9 +36,7 @@ class ActivationSpec:
     shape: tuple[int, ...]
     """[rows, tokens, dim] of one micro-batch on one rank."""
     dtype: torch.dtype
-    """Dtype of hidden states and of their gradients."""
     device: torch.device
-    """This rank's device."""
 
     @staticmethod
     def of(layout: ResolvedLayout, device: torch.device, extra_tokens: int = 0) -> "ActivationSpec":
@@ -56,9 +54,7 @@ class P2PTransport:
 
     def __init__(self, group: dist.ProcessGroup, activation: ActivationSpec) -> None:
         self.rank = dist.get_rank(group)
-        """Pipeline rank of this process."""
         self.rows = activation.shape[0]
-        """Rows of a micro-batch."""
         self._group, self._activation = group, activation
 
     def empty(self) -> Tensor:
@@ -140,15 +136,12 @@ class P2POp:
     """Transfer of one tensor between ranks: a stage's output forward, or its input's gradient backward."""
 
     sending: bool
-    """True if this rank sends, False if it receives."""
     peer: int
-    """Pipeline rank at the other end."""
     action: Action
     """Action that produces the tensor."""
 
 
 Step = Action | P2POp
-"""An action or a P2P operation of a rank."""
 
 
 def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> Schedule:

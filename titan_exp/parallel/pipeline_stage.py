@@ -198,11 +198,9 @@ class Stage:
     """A pipeline stage on this rank."""
 
     number: int
-    """Index among all stages."""
     last: bool
     """True for the last stage, whose output is the loss."""
     module: nn.Module
-    """Parameters that the last stage has copies of."""
     shared: tuple[str, ...] = ()
     """Parameters that the last stage has a copy of."""
     copied: tuple[str, ...] = ()

@@ -154,13 +154,10 @@ class TracedCall:
     """Operator call whose output may be saved."""
 
     call: Call
-    """Position in the block."""
     module: str
     """Path of the calling module in the block."""
     bytes: int
-    """Bytes of the outputs."""
     flops: int
-    """FLOPs of a matmul."""
     always: bool
     """True if it is never recomputed: attention, collectives that do not grow their input, top-k routing."""
     reached: bool

@@ -26,31 +26,19 @@ class Training(Protocol):
     """One rank of a training run; `Trainer` implements it."""
 
     experiment: Experiment
-    """Configuration."""
     folder: RunFolder
-    """Run folder."""
     layout: ResolvedLayout
-    """Layout."""
     state: TrainState
-    """Train state that a step works on."""
     mesh: Mesh
-    """Device mesh of the state."""
     model: Model
-    """Model of the state."""
     optimizer: torch.optim.Optimizer
-    """Optimizer of the state."""
     parts: Parts
-    """Parts of training."""
     loader: TrainLoader
-    """Loader of micro-batches."""
     checkpointer: Checkpointer
-    """Checkpoints of the run."""
     report: Report
     """Training report; exists once the state is restored."""
     step: int
-    """Number of steps trained."""
     tokens: int
-    """Number of predicted tokens in these steps."""
     ended: str | None
     """Reason why a part has ended training; None if none has."""
 
@@ -77,9 +65,7 @@ class Flags:
     """Decisions at the end of a step that all ranks follow."""
 
     stop: bool = False
-    """True if training stops after this step."""
     save: bool = False
-    """True if a checkpoint is due after this step."""
 
     def __or__(self, other: "Flags") -> "Flags":
         return Flags(self.stop or other.stop, self.save or other.save)

@@ -200,9 +200,7 @@ class MultiTokenPrediction:
     """
 
     main: LanguageModeling
-    """Objective of the model and of every module."""
     depth: int
-    """Number of modules."""
     weight: float
     """Factor of the modules' mean loss."""
 

@@ -58,9 +58,7 @@ class Run:
     """Objects of its run that a part may read."""
 
     experiment: Experiment
-    """Configuration."""
     folder: RunFolder
-    """Run folder."""
     state: TrainState
     """Mesh, model, objective and optimizer of this rank."""
     report: Report

@@ -116,9 +116,7 @@ class BuiltModel:
         self.scales = scales_of(experiment.parametrization, experiment.model)
         """Scales that the parametrization gives to parameters, by full name."""
         self.parameters = parameter_count(model)
-        """Number of parameters of the whole model."""
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
-        """FLOPs of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
         freeze(model, experiment.optimizer)
         parameters = named_parameters([model], self.scales, frozen=True)
@@ -215,19 +213,15 @@ class TrainState:
     """Objects that `train_step` works on, on one rank."""
 
     mesh: Mesh
-    """Device mesh."""
     built: BuiltModel
     """Parallel model, with figures of the whole model."""
     model: Model
     """Model and objective behind the interface that `train_step` uses."""
     optimizer: torch.optim.Optimizer
-    """Optimizer of this rank's parameters."""
     clipper: GradientClipper | NormClipper
-    """Clips gradients."""
     quantize_weights: Callable[[], None]
     """Recomputes the quantized copies of the weights that a recipe keeps."""
     average: WeightAverage | None = None
-    """Average of the weights."""
 
     @cached_property
     def gradient_point(self) -> HasGradientPoint | None:

@@ -136,7 +136,6 @@ class ValidationResult:
     loss: float
     """Mean over tokens, in nats."""
     tokens: int
-    """Number of predicted tokens."""
     text_bytes: int = 0
     """Bytes of text that they stand for; 0 if unknown."""
 

@@ -155,9 +155,7 @@ class GroupSummary(WorldsSummary):
     """Summary of a run's replica groups, over all attempts."""
 
     living: int
-    """Number of groups in the newest quorum."""
     groups: int
-    """Number of all groups."""
     quorum: int | None
     """Number of the newest quorum; None before the first."""
     heals: int

@@ -58,11 +58,9 @@ class _Slot:
     number: int
     ranks: LocalRanks | None = None
     started: float = 0.0
-    """Unix time of the last start."""
     result: AttemptResult | None = None
     """Result of the newest start that the launcher did not kill."""
     ended: float = 0.0
-    """Unix time of that result."""
     failed_starts: int = 0
     """Number of consecutive starts that ended before the group was in a quorum."""
     given_up: bool = False

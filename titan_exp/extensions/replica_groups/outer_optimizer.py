@@ -202,13 +202,10 @@ class AsyncAllReduce:
         self._flat: list[Tensor] = []
         """Buckets whose sum has been started; nobody touches them until it is done."""
         self._shapes: list[list[torch.Size]] = []
-        """Shapes of the tensors in each bucket."""
         self._devices: list[torch.device] = []
-        """Device of the tensors in each bucket."""
         self._works: list[tuple[Any, int]] = []
         """Running collectives of the buckets, with their bytes; none in a group that is alone."""
         self.summed_bytes = 0
-        """Bytes of the buckets that have been summed."""
 
     @torch.no_grad()
     def start(self, tensors: Iterable[Tensor], begin: Callable[[Tensor], Any]) -> None:

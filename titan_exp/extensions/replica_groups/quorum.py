@@ -38,7 +38,6 @@ class Quorum:
     members: tuple[str, ...]
     """Names of the groups, oldest first."""
     rank: int
-    """Index of this group among the members."""
     step: int
     """Last step that any member has committed."""
     source: int | None

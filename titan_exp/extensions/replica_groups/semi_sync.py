@@ -98,7 +98,6 @@ class SemiSync:
         self._config, self._groups, self.outer, self._mesh = config, groups, outer, mesh
         self._reductions, self._buffers = reductions, buffers
         self.synchronized = 0
-        """Step of the last synchronization."""
         self.tokens = 0
         """Predicted tokens of the batches up to that step, whichever group trained them."""
         self.rows: list[PendingRow] = []

@@ -193,7 +193,6 @@ class ContextAttention(nn.Module):
         self.scale, self.pattern, self.cuts = scale, pattern, list(cuts)
         self.method, self.group = method, group.group_name
         self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
-        """The kernel that runs."""
         self.max_logits: MaxLogits | None = None
         """Tracks the largest logit of each head, for QK-Clip."""
 

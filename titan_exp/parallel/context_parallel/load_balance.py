@@ -71,9 +71,7 @@ class SequenceShard:
     """One rank's part of every sequence."""
 
     degree: int
-    """Number of parts."""
     rank: int
-    """Index of this part."""
     zigzag: bool
     """True if the part is a piece from the head and one from the tail of each segment; else it is contiguous."""
     cuts: tuple[int, ...] = ()

@@ -23,11 +23,8 @@ class TensorParallelGroup:
     """Group of tensor-parallel ranks, as one of them sees it."""
 
     group: str
-    """Name of their process group."""
     degree: int
-    """Number of ranks."""
     rank: int
-    """Index of this rank."""
     sequence: bool
     """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
     by_sequence: bool = True

@@ -83,7 +83,6 @@ class Ranks:
     axis: DeviceMesh
     """Mesh axis over which parameters are sharded."""
     region: TensorParallelGroup
-    """Collectives, degree and index of this rank."""
     shards: int
     """Data ranks among which FSDP shards every parameter afterwards."""
     loss_parallel: bool
@@ -114,13 +113,10 @@ class Part:
     """Module of a model that is to be sharded, and its place in the model."""
 
     ranks: Ranks
-    """Ranks that share it."""
     parent: nn.Module
     """Module that contains it: the model, or the module whose `tp_plan()` names it."""
     name: str
-    """Path in the parent."""
     module: nn.Module
-    """Module itself."""
 
     @property
     def region(self) -> TensorParallelGroup:

@@ -28,7 +28,6 @@ class MemoryCategory:
     name: str
     """`weights`, `gradients`, `optimizer state` or `everything else: ...`."""
     size: int
-    """Bytes on this rank."""
     largest: tuple[tuple[str, int], ...] = ()
     """Its largest tensors or allocation sites, with their bytes."""
 
@@ -40,13 +39,10 @@ class MemoryBreakdown:
     device: str
     """`cuda`: memory of the caching allocator; `cpu`: resident memory of the process."""
     used: int
-    """Allocated memory."""
     reserved: int
     """Memory reserved by the caching allocator; equal to `used` on a CPU."""
     capacity: int
-    """Memory of the device or machine."""
     categories: tuple[MemoryCategory, ...]
-    """Categories, largest first."""
 
     def text(self) -> str:
         """A table of categories."""

@@ -38,7 +38,6 @@ TITLES: dict[Kind, str] = {
     "optimizer": "optimizer and clipping",
     "other": "elementwise and other",
 }
-"""Category titles."""
 
 # The first match decides, so that rarer categories come first ("flash_fwd ... gemm").
 TABLE: tuple[tuple[Kind, str], ...] = (
@@ -82,13 +81,9 @@ class Span:
     """A kernel, operator or annotation on a timeline."""
 
     name: str
-    """Name in the profile."""
     kind: Kind
-    """Category, by name."""
     begin: float
-    """Start time."""
     end: float
-    """End time."""
     lane: object
     """Thread or stream; spans of a lane are nested or disjoint."""
     runs: bool = True
@@ -100,7 +95,6 @@ class TimeShares:
     """Time shares of a window; the five categories and `idle` add up to it."""
 
     window: float
-    """Length of the window."""
     spent: dict[Kind, float]
     """Time by category. Communication counts only where exposed; lanes that compute at once share the time evenly."""
     hidden: float
@@ -194,13 +188,9 @@ class NamedTime:
     """Total self time of one kernel or operator in a window."""
 
     name: str
-    """Name in the profile."""
     kind: Kind
-    """Category."""
     seconds: float
-    """Self time."""
     calls: int
-    """Number of calls."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +200,7 @@ class ProfileSummary:
     device: str
     """`cuda` (kernels) or `cpu` (operators)."""
     first_step: int
-    """First step of the window."""
     last_step: int
-    """Last step of the window."""
     seconds: float
     """Length of the window; profiling slows steps, most of all those with small operators."""
     shares: dict[str, float]

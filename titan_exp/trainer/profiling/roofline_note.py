@@ -22,7 +22,6 @@ class Roofline:
     """Figures of one attempt, per device. None means unknown."""
 
     device: str
-    """Name of rank 0's device."""
     seconds: float
     """Measured seconds of steps after warm-up, without evaluation, checkpoints and exports."""
     step_seconds: float
@@ -32,9 +31,7 @@ class Roofline:
     tflops: float
     """`flops_per_token` times measured tokens per second and device."""
     peak_tflops: float | None
-    """Peak rate of the device."""
     peak_source: str | None
-    """Source of the peak rate."""
     optimizer_bytes: int
     """Minimum bytes that one update with clipping moves, computed from rank 0's tensors."""
     copy_rate: float | None

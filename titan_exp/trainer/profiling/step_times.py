@@ -127,7 +127,6 @@ class Straggler:
     """A rank that has been slow for `ROWS` rows."""
 
     rank: int
-    """Global rank."""
     reason: str
     """Cause of the delay, as logged."""
 

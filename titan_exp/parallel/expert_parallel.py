@@ -142,11 +142,8 @@ def use_symmetric_memory() -> None:
     if not (hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d_offset") and memory.is_nvshmem_available()):
         reason = "it needs NVSHMEM, which this build of torch does not find here"
         remedy = "use parallelism.token_exchange=all_to_all, or pip install nvidia-nvshmem-cu12 (cu13 for CUDA 13)"
-        field = "parallelism.token_exchange"
-        raise UserError(
-            "This machine cannot exchange tokens through symmetric memory.",
-            [Violation(field, "symmetric_memory", reason, remedy)],
-        )
+        violation = Violation("parallelism.token_exchange", "symmetric_memory", reason, remedy)
+        raise UserError("This machine cannot exchange tokens through symmetric memory.", [violation])
     memory.set_backend("NVSHMEM")
 
 
@@ -166,10 +163,11 @@ class SymmetricExchange:
         ends: Int32[Tensor, " experts"], tokens: int, choices: int, ranks: int, group: str
     ) -> "Callable[[], SymmetricExchange]":
         """Prepare the exchange of `tokens` tokens' rows, with these ends per expert. The result waits for nothing."""
-        splits = ends.diff(prepend=ends.new_zeros(1)).long()
-        return lambda: SymmetricExchange(
-            splits, worst_case(tokens, choices, ends.shape[0] // ranks, ranks), ranks, group
+        splits, room = (
+            ends.diff(prepend=ends.new_zeros(1)).long(),
+            worst_case(tokens, choices, len(ends) // ranks, ranks),
         )
+        return lambda: SymmetricExchange(splits, room, ranks, group)
 
     def dispatch(self, rows: Float[Tensor, "rows dim"], weights: Float[Tensor, " rows"] | None) -> Received:
         """Send each row, with its weight, to the rank of its expert; rows beyond those received are zeros."""
@@ -271,13 +269,10 @@ class _SymmetricBuffers:
         if key not in self._sets:
             shapes = ((rows.shape, rows.dtype), (counts, torch.int64), ((size, rows.shape[1]), rows.dtype))
             shapes = (*shapes, ((2, counts[-1]), torch.int64))
-            self._sets[key] = [
-                tuple(allocate(shape, dtype, rows.device, group) for shape, dtype in shapes) for _ in range(2)
-            ]
-            bytes_taken = 2 * sum(buffer.numel() * buffer.element_size() for buffer in self._sets[key][0])
-            logging.getLogger("titan_exp").info(
-                "token exchange allocates %.3g GiB more of symmetric memory", bytes_taken / 2**30
-            )
+            self._sets[key] = [tuple(allocate(*shape, rows.device, group) for shape in shapes) for _ in range(2)]
+            size = 2 * sum(buffer.nbytes for buffer in self._sets[key][0])
+            text = "token exchange allocates %.3g GiB more of symmetric memory"
+            logging.getLogger("titan_exp").info(text, size / 2**30)
         self._turns[key] += 1
         return self._sets[key][self._turns[key] % 2]
 
@@ -378,13 +373,16 @@ class ExpertParallelDispatch:
 
         def on_ranks(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
             # The branches are those of a single rank, where a recipe's rounding must not depend on the weights either.
-            by_row = permute_weights(routing.weights, order, inverse)
+            by_row, afterwards = permute_weights(routing.weights, order, inverse), None
+            rows = permute(tokens, order, inverse)
             if experts.weighted_inputs:
-                weighed = weigh_rows(permute(tokens, order, inverse), by_row)
-                return combine(_on_ranks(exchange(), weighed, None, experts), order, inverse, None)
-            by_row = None if experts.is_quantized else by_row
-            rows = _on_ranks(exchange(), permute(tokens, order, inverse), by_row, experts)
-            return combine(rows, order, inverse, routing.weights if by_row is None else None)
+                rows, by_row = weigh_rows(rows, by_row), None
+            elif experts.is_quantized:
+                by_row, afterwards = None, routing.weights
+            exchanged = exchange()
+            received = exchanged.dispatch(rows, by_row)
+            found = experts(received.rows, received.ends, received.weights)
+            return combine(exchanged.give_back(found, received, rows.shape[0]), order, inverse, afterwards)
 
         return lambda: self._over_channels(tokens, Routing(chosen, routing.weights), experts, on_ranks)
 
@@ -397,14 +395,6 @@ class ExpertParallelDispatch:
             return compute(tokens, routing, experts)
         gathered = Routing(routing.experts, self.channels.gather(routing.weights))
         return self.channels.reduce(compute(self.channels.gather(tokens), gathered, experts))
-
-
-def _on_ranks(
-    exchange: TokenExchange | SymmetricExchange, rows: Tensor, weights: Tensor | None, experts: Experts
-) -> Tensor:
-    """Outputs of the experts on other ranks, weighted if weights are given."""
-    received = exchange.dispatch(rows, weights)
-    return exchange.give_back(experts(received.rows, received.ends, received.weights), received, rows.shape[0])
 
 
 def apply_expert_parallel(
@@ -421,12 +411,8 @@ def apply_expert_parallel(
     if symmetric_memory:
         use_symmetric_memory()
     for module in mixtures(model):
-        module.dispatch = ExpertParallelDispatch(
-            ep.get_group().group_name,
-            ep.size(),
-            tokens if axes["etp"].size() > 1 else None,
-            symmetric_memory,
-        )
+        channels = tokens if axes["etp"].size() > 1 else None
+        module.dispatch = ExpertParallelDispatch(ep.get_group().group_name, ep.size(), channels, symmetric_memory)
         for linear, dim in ((module.experts.gate_up, 1), (module.experts.down, 2)):
             _shard(linear, axes, channels=dim)
             if axes["etp"].size() > 1:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -89,22 +89,18 @@ def restart_forward_order(module: nn.Module) -> None:
 
 def accumulate_gradients(module: nn.Module) -> None:
     """Add gradients that autograd accumulated outside FSDP's hooks to the unreduced sum, in the reduction dtype."""
-    if isinstance(module, FSDPModule):
-        observer = step_observer()
-        for groups in _groups_by_block(module):
-            observer.gradient_group_begin()
-            for group in groups:
-                _accumulate_group(group)
-
-
-def _accumulate_group(group: Any) -> None:
-    if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
-        group._set_unsharded_grad_dtypes(defer_upcast=False)
+    if not isinstance(module, FSDPModule):
         return
-    for parameter in group.fsdp_params:
-        if hasattr(parameter, "_unsharded_param"):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    for groups in _groups_by_block(module):
+        step_observer().gradient_group_begin()
+        for group in groups:
+            if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
+                group._set_unsharded_grad_dtypes(defer_upcast=False)
+                continue
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_gradients(module: nn.Module) -> None:
@@ -127,9 +123,8 @@ def move_forward_hooks(unit: FSDPModule, module: nn.Module) -> None:
     state = fsdp_state(unit)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    state._pre_forward_hook_handle = module.register_forward_pre_hook(
-        state._pre_forward, prepend=True, with_kwargs=True
-    )
+    hook = module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    state._pre_forward_hook_handle = hook
     state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
@@ -146,12 +141,6 @@ def parameter_groups(state: Any) -> list[Any]:
     return groups
 
 
-def _parameter_groups(module: FSDPModule) -> Iterator[Any]:
-    # Modules of one group share a state, which torch 2.11 lists once per module.
-    for state in dict.fromkeys(fsdp_state(module)._state_ctx.all_states):
-        yield from parameter_groups(state)
-
-
 def _groups_by_block(module: FSDPModule) -> Iterator[list[Any]]:
     """Parameter groups outside of blocks, if any, then the groups of each block."""
     assert isinstance(module, nn.Module)
@@ -160,7 +149,11 @@ def _groups_by_block(module: FSDPModule) -> Iterator[list[Any]]:
     ]
     by_block = [[group for state in of_block for group in parameter_groups(state)] for of_block in states]
     in_blocks = {id(group) for groups in by_block for group in groups}
-    if others := [group for group in _parameter_groups(module) if id(group) not in in_blocks]:
+    # Modules of one group share a state, which torch 2.11 lists once per module.
+    every = [
+        group for state in dict.fromkeys(fsdp_state(module)._state_ctx.all_states) for group in parameter_groups(state)
+    ]
+    if others := [group for group in every if id(group) not in in_blocks]:
         yield others
     yield from by_block
 
@@ -173,7 +166,10 @@ same shape; the second, called once, maps the gathered tensor to the weight, sha
 def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gathering | None]) -> None:
     """Gather each module's `weight` in the format that `choose` returns for the module; None keeps FSDP2's. Call it on
     a materialized model. Skips unsharded weights, and weights sharded unevenly or by columns."""
-    for parameter in _fsdp_parameters(model):
+    # Modules of one group share a state.
+    states = dict.fromkeys(fsdp_state(module) for module in _groups(model))
+    groups = [group for state in states for group in parameter_groups(state)]
+    for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
         info = parameter._module_info
         # Every rank must choose the same format, so this depends on the whole shape.
         even = parameter._orig_size[0] % parameter.mesh_info.shard_mesh_size == 0
@@ -183,14 +179,6 @@ def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gather
             continue
         _attach(parameter._sharded_local_tensor, gathering)
         parameter._init_extensions()
-
-
-def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    # Modules of one group share a state.
-    states = dict.fromkeys(fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule))
-    for state in states:
-        for group in parameter_groups(state):
-            yield from group.fsdp_params
 
 
 def _attach(shard: Any, gathering: Gathering) -> None:
@@ -208,14 +196,7 @@ def _attach(shard: Any, gathering: Gathering) -> None:
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
 
-class ShardModules(Protocol):
-    """Function that makes an FSDP group."""
-
-    def __call__(self, modules: Sequence[nn.Module], *, reshard: bool) -> None:
-        """Group the modules' parameters, freed after forward if `reshard`."""
-
-
-def shard_ends(model: nn.Module, shard: ShardModules, *, free: bool) -> list[nn.Module]:
+def _shard_ends(model: nn.Module, shard: Callable[..., None], *, free: bool) -> list[nn.Module]:
     """Make FSDP groups of the ends of a model or pipeline stage; `free` is False if parameters stay gathered.
 
     The first children (embedding) are freed after their forward. The last (norm, head) share a group and stay gathered,
@@ -332,10 +313,16 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
         last = options.reshard_after_forward == "all_but_last" and index == len(blocks) - 1
         shard([block], reshard=free and not last)
         units.gather_with(block)
-    kept = shard_ends(model, shard, free=free)
+    kept = _shard_ends(model, shard, free=free)
     shard([model], reshard=False)
+    groups = [group for part in (*kept, *blocks[-1:]) for group in units.freed(part)]
+
+    def free_after_inference(*_: Any) -> None:
+        for group in () if torch.is_grad_enabled() else groups:  # kept for backward
+            group.reshard()
+
     if free:
-        _free_after_inference(model, [group for part in (*kept, *blocks[-1:]) for group in units.freed(part)])
+        model.register_forward_hook(free_after_inference)
     _prefetch(blocks, options.prefetch_blocks)
     sum_gradients(model)
     if options.bf16_sums:
@@ -434,17 +421,6 @@ def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
     if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
         return None
     return None if parameter.shape[0] % (parameter.device_mesh.size() * degree) == 0 else Shard(1)
-
-
-def _free_after_inference(model: nn.Module, kept: Sequence[FSDPModule]) -> None:
-    """Free the parameters that are kept for backward after a forward pass without backward."""
-
-    def free(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            for group in kept:
-                group.reshard()
-
-    model.register_forward_hook(free)
 
 
 def _prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:

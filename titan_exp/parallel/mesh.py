@@ -50,13 +50,11 @@ LOOPBACK = "127.0.0.1"
 def served_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Serve a store, at a free port if `port` is 0. On the loopback address only this machine's processes reach it,
     whereas torch's default listens on all interfaces, whatever the host."""
-    if host != LOOPBACK:
-        return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
-    listener = socket.create_server((host, port))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    if host == LOOPBACK:
+        listener = socket.create_server((host, port))
+        port, options["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(host, port, **options)
 
 
 def loopback_store(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -71,19 +69,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch has a type of its own for these strings
 
 
-def run_timeout() -> timedelta | None:
+def _run_timeout() -> timedelta | None:
     """Timeout of the default group's collectives; None if its backend has none. A new group would have torch's timeout
     of 10 or 30 minutes, after which NCCL ends a rank before its stacks are written."""
     group, host = c10d._get_default_group(), torch.device("cpu")
     options = group._get_backend(host).options if host in group._device_types else None
     return getattr(options, "_timeout", None)
-
-
-def give_run_timeout(group: dist.ProcessGroup) -> None:
-    """Set the timeout of the default group for another group, on each of its backends."""
-    timeout = run_timeout()
-    if timeout is not None:
-        _set_timeout(timeout, group)
 
 
 def gather_documents(documents: Tensor, group: str) -> Tensor:
@@ -129,11 +120,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     _, ctx.group = inputs
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return all_to_all(gradient.contiguous(), ctx.group), None
-
-
-all_to_all.register_autograd(_backward, setup_context=_save)
+all_to_all.register_autograd(
+    lambda ctx, gradient: (all_to_all(gradient.contiguous(), ctx.group), None), setup_context=_save
+)
 
 
 _PENDING: dict[int, tuple[Callable[[], Any], Tensor]] = {}
@@ -230,7 +219,7 @@ def _save_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str],
 
 
 def _backward_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    sent, received = ctx.saved_tensors
+    sent, received = ctx.saved_tensors or unsaved_tensors(ctx)
     return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
 
 
@@ -240,13 +229,8 @@ def _set_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str], 
     ctx.size = rows.shape[0]
 
 
-def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    sent, received = unsaved_tensors(ctx)
-    return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
-
-
 all_to_all_rows.register_autograd(_backward_rows, setup_context=_save_rows)
-return_rows.register_autograd(_return_gradient, setup_context=_set_rows)
+return_rows.register_autograd(_backward_rows, setup_context=_set_rows)
 
 
 @dataclass(frozen=True)
@@ -339,8 +323,9 @@ def build_mesh(
 
 def _device_mesh(degrees: dict[str, int], device: torch.device) -> DeviceMesh:
     mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-    for group in mesh.get_all_groups():
-        give_run_timeout(group)
+    if (timeout := _run_timeout()) is not None:
+        for group in mesh.get_all_groups():
+            _set_timeout(timeout, group)  # on each of its backends
     return mesh
 
 
@@ -351,6 +336,6 @@ def _data_parallel(mesh: DeviceMesh, shards: str) -> DeviceMesh:
 def new_cpu_group() -> dist.ProcessGroup:
     """A separate gloo group of all ranks, whose messages cannot be confused with others."""
     # Under a fake process group gloo would wait for other ranks.
-    group = dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=run_timeout())
+    group = dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=_run_timeout())
     assert isinstance(group, dist.ProcessGroup), "every rank belongs to a group of all"
     return group

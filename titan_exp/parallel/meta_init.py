@@ -43,17 +43,19 @@ def materialize_parameters(
 ) -> Collection[BufferPlace]:
     """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers. Offloaded parameters go to
     the CPU, everything else to `device`. Returns the buffers that no module's `reset_buffers` computed."""
-    places = _places(model)
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[parameter].append((module, name))
     model.to_empty(device="cpu" if cpu_offload else device)
-    for (owner, attribute), *others in places:
+    for (owner, attribute), *others in places.values():
         for module, name in others:  # `to_empty` unties weights that leave the meta device
             setattr(module, name, getattr(owner, attribute))
     if cpu_offload:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(
-                    name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
-                )
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, buffer.to(device), persistent=persistent)
     unfilled = {place: _buffer(place) for place in buffer_places(model).values()}
     versions = {place: buffer._version for place, buffer in unfilled.items()}
     for module in model.modules():
@@ -67,15 +69,6 @@ def materialize_parameters(
 def _buffer(place: BufferPlace) -> Tensor:
     module, name = place
     return module.get_buffer(name)
-
-
-def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Modules and names of each parameter; a tied weight has several."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places[parameter].append((module, name))
-    return list(places.values())
 
 
 def every_weight(name: str) -> bool:
@@ -99,12 +92,10 @@ def init_buffers(
 ) -> None:
     """Fill the `unfilled` ones of a model's own buffers from a whole model built on the CPU under the seed. `places`
     were taken before the model was sharded."""
-    names = [name for name, place in places.items() if place in unfilled]
-    if not names:
-        return
-    whole = _build_whole(build, seed)
-    for name in names:
-        _buffer(places[name]).copy_(whole.get_buffer(name))
+    if names := [name for name, place in places.items() if place in unfilled]:
+        whole = _build_whole(build, seed)
+        for name in names:
+            _buffer(places[name]).copy_(whole.get_buffer(name))
 
 
 @torch.no_grad()
@@ -117,12 +108,10 @@ def copy_initial_weights(
     if not targets:
         return
     whole = _build_whole(build, seed).state_dict()
-    for name, target in targets.items():
-        if name not in whole:
-            continue
-        part = local_shard(target)
+    for name in [name for name in targets if name in whole]:
+        part = local_shard(targets[name])
         window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
-        local_tensor(target).copy_(whole[name][window])
+        local_tensor(targets[name]).copy_(whole[name][window])
 
 
 def _build_whole(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -162,6 +151,7 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 INPUTS = ("tokens", "positions", "documents")
 """Positional arguments of a model's `forward`; the last two are None unless data.reset_positions or document_mask."""
+STYLES = "titan_exp.parallel.tensor_parallel.styles"
 BLOCKS = 'write self.blocks = nn.ModuleDict({"0": block, "1": block, ...}), keyed by layer number'
 
 
@@ -182,13 +172,15 @@ def module_violations(
     yield from _blocks(model, checkpointing, compilation)
     yield from _tied_weights(model, layout)
     parallelism = layout.parallelism
-    if spec is not None and parallelism.tp > 1:
+    if spec is None:
+        return
+    if parallelism.tp > 1:
         yield from _tensor_parallel(model, spec, parallelism.tp)
-    if spec is not None and regroups_experts(parallelism):
+    if regroups_experts(parallelism):
         yield from _expert_parallel(model, spec, parallelism)
-    if spec is not None and parallelism.cp > 1:
+    if parallelism.cp > 1:
         yield from _context_parallel(model, parallelism.cp)
-    if spec is not None and parallelism.pp > 1:
+    if parallelism.pp > 1:
         yield from _pipeline(model, spec, parallelism.pp)
 
 
@@ -248,9 +240,8 @@ def _buffers(model: nn.Module) -> Iterator[Violation]:
                     f"{attribute} is a tensor, but neither a parameter nor a buffer. We build models on the meta "
                     "device, and this tensor would never get values"
                 )
-                remedy = (
-                    f'call self.register_buffer("{name}", ..., persistent=False) in {type(module).__name__}.__init__'
-                )
+                init = f"{type(module).__name__}.__init__"
+                remedy = f'call self.register_buffer("{name}", ..., persistent=False) in {init}'
                 yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
@@ -262,14 +253,11 @@ def _blocks(
         return
     reason = f"it works block by block, and {type(model).__name__} has no blocks"
     if checkpointing.mode != "none":
-        yield Violation(
-            "activation_checkpoint.mode", checkpointing.mode, reason, f"{BLOCKS}; or use activation_checkpoint=none"
-        )
+        remedy = f"{BLOCKS}; or use activation_checkpoint=none"
+        yield Violation("activation_checkpoint.mode", checkpointing.mode, reason, remedy)
     if compilation.compiles("blocks"):
-        components = list(compilation.components)
-        yield Violation(
-            "compile.components", components, reason, f"{BLOCKS}; or use compile.components=[loss], or compile=none"
-        )
+        remedy = f"{BLOCKS}; or use compile.components=[loss], or compile=none"
+        yield Violation("compile.components", list(compilation.components), reason, remedy)
 
 
 def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
@@ -282,9 +270,11 @@ def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violatio
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     )
+    in_blocks = shards and isinstance(getattr(model, "blocks", None), nn.ModuleDict)
     for name, parameter in named:
-        group = _fp32_module(name, layout.training.fp32_modules) or (_fsdp_group(model, name) if shards else "the rest")
-        groups.setdefault(parameter, {})[name] = group
+        first, *rest = name.split(".")
+        fsdp_group = f"{first}.{rest[0]}" if first == "blocks" and in_blocks else "the rest"
+        groups.setdefault(parameter, {})[name] = _fp32_module(name, layout.training.fp32_modules) or fsdp_group
     for names in groups.values():
         owners = dict.fromkeys(names.values())
         if len(owners) > 1:
@@ -304,12 +294,6 @@ def _fp32_module(name: str, fp32_modules: tuple[str, ...]) -> str | None:
     return next((f"{module} (training.fp32_modules)" for module in found), None)
 
 
-def _fsdp_group(model: nn.Module, name: str) -> str:
-    parts = name.split(".")
-    blocks = getattr(model, "blocks", None)
-    return ".".join(parts[:2]) if parts[0] == "blocks" and isinstance(blocks, nn.ModuleDict) else "the rest"
-
-
 def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:
     """Check that shards can replace the embedding, the head, and every sharded linear of the spec."""
     field, kind = "parallelism.tp", type(model).__name__
@@ -325,7 +309,7 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
         if hasattr(module, "tp_plan")
         for child, style in module.tp_plan().items()  # type: ignore[operator]  # a method, not a submodule
     }
-    planned = {name: linear for name, (linear, _) in styles.items()}
+    planned, modules = {name: linear for name, (linear, _) in styles.items()}, dict(model.named_modules())
     yield from _handled(model, {name: style for name, (_, style) in styles.items()}, degree)
     for name, linear in spec.linears():
         if linear.tp is None or linear.experts > 1:
@@ -333,14 +317,17 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
         if name not in planned:
             reason = f"the spec shards {name}, and no tp_plan() of a module of {kind} names it"
             remedy = "write def tp_plan(self): return layer_spec.tp_plan('attention'), as transformer.Attention does"
-        elif isinstance(linear.tp, Rowwise) and (missing := _missing_beside(model, name, linear.tp.gathers)):
-            reason = f"the spec lets {name} gather the input of {missing}, and {kind} has no such module"
+        elif (
+            isinstance(linear.tp, Rowwise)
+            and linear.tp.gathers
+            and (beside := f"{name.rpartition('.')[0]}.{linear.tp.gathers}") not in modules
+        ):
+            reason = f"the spec lets {name} gather the input of {beside}, and {kind} has no such module"
             remedy = "write Rowwise(gathers=...) with the name of a module beside the linear"
         elif not isinstance(planned[name], Linear):
             reason = f"{name} is a {type(planned[name]).__name__}, which we cannot shard"
-            remedy = (
-                "make it a titan_exp.models.blocks.linear.Linear, or write tp=None in the spec and use parallelism.tp=1"
-            )
+            remedy = "make it a titan_exp.models.blocks.linear.Linear, or write tp=None in the spec and use "
+            remedy += "parallelism.tp=1"
         else:
             continue
         yield Violation(field, degree, reason, remedy)
@@ -355,18 +342,9 @@ def _handled(model: nn.Module, plan: Mapping[str, object], degree: int) -> Itera
             if style is not None and type(style) not in handlers:
                 kind = type(style).__name__
                 reason = f"{name} has the style {kind}, for which there is no handler"
-                remedy = (
-                    f"write {table}[{kind}] = your_handler, with {table} of titan_exp.parallel.tensor_parallel.styles, "
-                    "or use parallelism.tp=1"
-                )
+                remedy = f"write {table}[{kind}] = your_handler, with {table} of {STYLES}, or use parallelism.tp=1"
                 yield Violation("parallelism.tp", degree, reason, remedy)
                 return
-
-
-def _missing_beside(model: nn.Module, linear: str, name: str) -> str | None:
-    """Full name of a missing module beside a linear; None if the module exists or `name` is empty."""
-    path = f"{linear.rpartition('.')[0]}.{name}"
-    return path if name and path not in dict(model.named_modules()) else None
 
 
 def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -375,10 +353,8 @@ def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: Parallelism
     for number, layer in enumerate(spec.blocks):
         name = f"blocks.{number}.{'' if layer.router is None else layer.router.name.rpartition('.')[0]}"
         if layer.router is not None and name not in found:
-            key = "ep" if parallelism.ep > 1 else "tp"
-            reason = (
-                f"it replaces the token dispatch of MoEFeedForward, and {name} of {type(model).__name__} is not one"
-            )
+            key, kind = "ep" if parallelism.ep > 1 else "tp", type(model).__name__
+            reason = f"it replaces the token dispatch of MoEFeedForward, and {name} of {kind} is not one"
             remedy = f"make it a titan_exp.models.blocks.feed_forward.MoEFeedForward, or use parallelism.{key}=1"
             yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
             return
@@ -412,7 +388,6 @@ def _pipeline(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violat
         yield Violation(field, degree, reason, remedy)
     else:
         children = dict(model.named_children())
-        missing = [child for child in (*plan.first, *plan.last) if child not in children]
-        if missing:
+        if missing := [child for child in (*plan.first, *plan.last) if child not in children]:
             reason = f"pp_plan() names {listed(missing, 'and')}, which {kind} does not have as a child"
             yield Violation(field, degree, reason, f"name its children: {listed(children, 'and')}")

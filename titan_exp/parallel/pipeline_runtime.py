@@ -100,12 +100,9 @@ class TiedWeights:
         copies = {name: stage.module.get_parameter(name) for stage in stages for name in stage.copied}
         # All ranks split the same model, so the first stage knows which copies the last one has.
         originals = {name: stage.module.get_parameter(name) for stage in stages for name in stage.shared}
-        self._local_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._remote: list[nn.Parameter] = []
-        if self._first == self._last:
-            self._local_pairs = [(originals[name], copies[name]) for name in copies]
-        else:
-            self._remote = list((originals or copies).values())
+        is_local = self._first == self._last
+        self._local_pairs = [(originals[name], copies[name]) for name in copies] if is_local else []
+        self._remote = [] if is_local else list((originals or copies).values())
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -159,15 +156,10 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
 
 def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
     """Actions of each rank in a forward-only pass: all micro-batches through one stage, then through the next."""
-    return [
-        [
-            Action(stage, "F", number)
-            for stage, stage_rank in enumerate(placement)
-            if stage_rank == rank
-            for number in range(microbatches)
-        ]
-        for rank in range(max(placement) + 1)
-    ]
+    actions: Schedule = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        actions[rank] += [Action(stage, "F", number) for number in range(microbatches)]
+    return actions
 
 
 def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step]:
@@ -177,7 +169,6 @@ def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step
     transfer follows the action that produces its tensor, on both sides. So any two ranks meet in the same order, as
     NCCL requires, and cannot deadlock.
     """
-    last = len(placement) - 1
     steps: list[Step] = []
     for action, _ in sorted(timeline(schedule).end.items(), key=lambda item: (item[1], item[0])):
         source = placement[action.stage]
@@ -186,12 +177,11 @@ def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step
         if action.kind == "W":
             continue
         consumer = action.stage + (1 if action.kind == "F" else -1)
-        if not 0 <= consumer <= last:
-            continue
-        target = placement[consumer]
-        if source != target and rank in (source, target):
-            sending = rank == source
-            steps.append(P2POp(sending, target if sending else source, action))
+        if 0 <= consumer < len(placement):
+            target = placement[consumer]
+            if source != target and rank in (source, target):
+                sending = rank == source
+                steps.append(P2POp(sending, target if sending else source, action))
     return steps
 
 
@@ -220,7 +210,7 @@ def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) ->
         )
         for local in range(stages_per_rank)
     ]
-    schedule: Any = schedules.get_schedule_class(name)(stages, microbatches, loss_fn=_no_loss)  # type: ignore[arg-type]
+    schedule: Any = schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda: None)  # read, not run
     return [
         [
             Action(part.stage_index, part.computation_type.value, part.microbatch_index)
@@ -232,10 +222,6 @@ def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) ->
         ]
         for rank in range(ranks)
     ]
-
-
-def _no_loss() -> None:
-    """Placeholder loss that is never called, since torch's schedules are read and not run."""
 
 
 class Pipeline:
@@ -302,8 +288,10 @@ class Pipeline:
             if step.kind == "W":
                 self._act(step, None, compute, observer)
                 continue
-            source = self._comes_from(step)
-            received = None if source is None else queue.take(source)
+            # An input gradient (`I`) counts as a whole backward (`B`).
+            source = step.stage + (-1 if step.kind == "F" else 1)
+            taken = Action(source, "F" if step.kind == "F" else "B", step.microbatch)
+            received = queue.take(taken) if 0 <= source < len(self._placement) else None
             result = self._act(step, received, compute, observer)
             if result is not None and not (step.kind == "F" and self._by_number[step.stage].last):
                 queue.put(step, result)
@@ -322,13 +310,6 @@ class Pipeline:
             stage.backward_weights(action.microbatch)
         observer.action_end(action, result)
         return result
-
-    def _comes_from(self, action: Action) -> Action | None:
-        """Action whose result this action takes; an input gradient (`I`) counts as a whole backward (`B`)."""
-        stage = action.stage + (-1 if action.kind == "F" else 1)
-        if not 0 <= stage < len(self._placement):
-            return None
-        return Action(stage, "F" if action.kind == "F" else "B", action.microbatch)
 
 
 def build_pipeline(
@@ -355,25 +336,12 @@ def build_pipeline(
         behind = range(layout.layers, len(module.get_submodule("blocks"))) if number == last else ()  # type: ignore[arg-type]
         prune_to_stage(module, [*layers[number], *behind], first=number == 0, last=number == last)
         parallelize_stage(module)
-        stages.append(
-            Stage(
-                number,
-                number == last,
-                module,
-                shared=shared if number == 0 else (),
-                copied=shared if number == last else (),
-            )
-        )
-    schedules = [
-        build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), size) for size in layout.pass_sizes
-    ]
-    return Pipeline(
-        stages,
-        schedules,
-        placement,
-        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device, extra_tokens)),
-        keep_gathered=layout.reshard_policy == "never",
-    )
+        of_first, of_last = shared if number == 0 else (), shared if number == last else ()
+        stages.append(Stage(number, number == last, module, shared=of_first, copied=of_last))
+    name, ranks = parallelism.pp_schedule, parallelism.pp
+    schedules = [build_schedule(name, ranks, len(layers), size) for size in layout.pass_sizes]
+    transport = P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device, extra_tokens))
+    return Pipeline(stages, schedules, placement, transport, keep_gathered=layout.reshard_policy == "never")
 
 
 class P2PQueue:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -72,13 +72,12 @@ class BackwardSplit:
     def compute_input_gradient(self, gradient: Tensor | None) -> Tensor:
         """Compute the input's gradient, once, from the output's gradient (None for the loss of the last stage)."""
         assert self._ends is not None, "the first part runs once"
-        output, input = self._ends
-        hooks = [self._keep_gradients(node) for node in self._branches]
+        (output, input), kept = self._ends, self._kept
+        hooks = [node.register_prehook(lambda grads, node=node: kept.append((node, grads))) for node in self._branches]
         try:
             gradients = None if gradient is None else (gradient,)
-            torch.autograd.backward(
-                (output,), gradients, retain_graph=bool(self._branches), inputs=(input, *self._early)
-            )
+            inputs = (input, *self._early)
+            torch.autograd.backward((output,), gradients, retain_graph=bool(self._branches), inputs=inputs)
             found, input.grad = input.grad, None
             assert found is not None, "the output depends on the input"
             return found
@@ -93,9 +92,6 @@ class BackwardSplit:
         while self._kept:
             self._add_branch(*self._kept.popleft())
         self._ends = None
-
-    def _keep_gradients(self, node: Node) -> Any:
-        return node.register_prehook(lambda gradients: self._kept.append((node, gradients)))
 
     def _add_branch(self, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
         branch = self._branches.pop(node)

@@ -1,7 +1,7 @@
 """QK-Clip (Kimi Team 2025): scales queries and keys of a head down if its logits grow too large."""
 
 from collections.abc import Mapping
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,10 @@ class QKClip:
             factors = torch.where(logits > self._limit, self._limit / logits, 1.0)
             for linear, rows in module.clip_factors(factors).items():
                 for parameter in module.get_submodule(linear).parameters(recurse=False):
-                    _scale_rows(parameter, rows)
+                    if parameter.requires_grad:
+                        part, local = local_shard(parameter), local_tensor(parameter)
+                        own = rows[part.start[0] :][: part.size[0]].to(local.device)
+                        local.mul_(own.view(-1, *[1] * (local.ndim - 1)))
 
     @staticmethod
     def _tracked(module: ClippableAttention) -> MaxLogits:
@@ -93,12 +96,9 @@ class QKClip:
 
 
 def _attentions(module: nn.Module) -> list[tuple[str, ClippableAttention]]:
-    return [(name, part) for name, part in module.named_modules() if _is_clippable(part)]
-
-
-def _is_clippable(module: nn.Module) -> TypeGuard[ClippableAttention]:
     # From Python 3.12 on, `isinstance` of a protocol does not find submodules, which are not attributes.
-    return all(hasattr(module, name) for name in ("spec", "core", "clip_factors"))
+    members = ("spec", "core", "clip_factors")
+    return [(name, part) for name, part in module.named_modules() if all(hasattr(part, word) for word in members)]  # type: ignore[misc]
 
 
 def is_scoring(module: nn.Module) -> bool:
@@ -119,10 +119,3 @@ def track_logits(name: str, attention: ClippableAttention, mesh: Mesh) -> int:
 def scoring_module(attention: ClippableAttention) -> CausalAttention | ContextAttention:
     """Module that computes the scores."""
     return attention.core.core if isinstance(attention.core, UlyssesAttention) else attention.core
-
-
-def _scale_rows(parameter: nn.Parameter, rows: Tensor) -> None:
-    if parameter.requires_grad:
-        part, local = local_shard(parameter), local_tensor(parameter)
-        factors = rows[part.start[0] :][: part.size[0]].to(local.device)
-        local.mul_(factors.view(-1, *[1] * (local.ndim - 1)))

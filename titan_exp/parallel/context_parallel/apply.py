@@ -72,17 +72,16 @@ class UlyssesAttention(nn.Module):
         if sinks is not None:
             sinks = sinks.chunk(self.degree)[self.rank]
         # One message carries the heads of query, key and value for each rank, [degree, batch, part, channels].
-        by_rank = [self._channels(heads) for heads in (query, key, value)]
+        by_rank = [
+            heads.transpose(1, 2).unflatten(2, (self.degree, -1)).flatten(3).movedim(2, 0)
+            for heads in (query, key, value)
+        ]
         received = all_to_all(torch.cat(by_rank, dim=-1), self.group).movedim(0, 1).flatten(1, 2)
         channels = received.split([part.shape[-1] for part in by_rank], dim=-1)
         widths = (heads.shape[-1] for heads in (query, key, value))
         whole = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in zip(channels, widths, strict=True))
         out = self.core(*whole, mask, sinks).unflatten(2, (self.degree, -1))
         return all_to_all(out.movedim(2, 0).contiguous(), self.group).movedim(0, 1).flatten(1, 2)
-
-    def _channels(self, heads: Tensor) -> Tensor:
-        """Pack heads [batch, heads, part, width] into channels by rank [degree, batch, part, channels]."""
-        return heads.transpose(1, 2).unflatten(2, (self.degree, -1)).flatten(3).movedim(2, 0)
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:

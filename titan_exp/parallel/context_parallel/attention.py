@@ -49,8 +49,7 @@ class WholeKV:
     """Keys and values of the whole sequence, which every rank has, cut into blocks by rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.degree = group.rank(), group.size()
-        self._gradients: dict[int, Tensor] = {}
+        self.rank, self.degree, self._gradients = group.rank(), group.size(), dict[int, Tensor]()
 
     def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield every rank's block [batch, heads, part, width] with its rank, the own block first."""
@@ -116,12 +115,9 @@ class _Transfer:
         # Keeps the sent buffer alive until the transfer has finished.
         self._sent, self._received = tensor, torch.empty_like(tensor)
         next_rank, previous_rank = ((rank + step) % degree for step in (1, -1))
-        self._work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, group=group, group_peer=next_rank),
-                dist.P2POp(dist.irecv, self._received, group=group, group_peer=previous_rank),
-            ]
-        )
+        send = dist.P2POp(dist.isend, tensor, group=group, group_peer=next_rank)
+        receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=previous_rank)
+        self._work = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
         """Wait for the transfer; returns the buffer received from the previous rank."""
@@ -223,22 +219,9 @@ class ContextAttention(nn.Module):
         """Attend from this rank's queries [batch, heads, part, head_dim] to all visible positions."""
         segments, pattern = mask or ContextMask(None, CAUSAL if self.pattern.causal else FULL)
         tracked = self.max_logits is not None and torch.is_grad_enabled()
-        out, _, found = context_attention(
-            query,
-            key,
-            value,
-            segments,
-            sinks,
-            self.kernel,
-            self.method,
-            self.group,
-            self.scale,
-            pattern.window,
-            pattern.chunk,
-            self.cuts,
-            pattern.causal,
-            tracked,
-        )
+        exchange = (self.kernel, self.method, self.group, self.scale)
+        visible = (pattern.window, pattern.chunk, self.cuts, pattern.causal)
+        out, _, found = context_attention(query, key, value, segments, sinks, *exchange, *visible, tracked)
         if self.max_logits is not None and tracked:
             self.max_logits.add(found)
         return out
@@ -411,10 +394,8 @@ def _tiles(pattern: MaskPattern, own: Pieces, other: Pieces) -> Iterator[Tile]:
     elif not pattern.is_causal:
         for row, queries in zip(_offsets(own), own, strict=False):
             for key, keys in zip(_offsets(other), other, strict=False):
-                for tile in pattern.tiles(queries, keys):
-                    yield Tile(
-                        row + tile.first_row, row + tile.end_row, key + tile.first_key, key + tile.end_key, tile.kind
-                    )
+                for first, end, first_key, end_key, kind in pattern.tiles(queries, keys):
+                    yield Tile(row + first, row + end, key + first_key, key + end_key, kind)
     elif own == other:
         length = sum(map(len, own))
         yield Tile(0, length, 0, length, "causal")

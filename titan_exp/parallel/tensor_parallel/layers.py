@@ -35,11 +35,11 @@ class TensorParallelGroup:
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Gather all tokens [batch, seq, dim]; the gradient is summed over ranks."""
-        return _AllGatherSeq.apply(x, self) if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return _dual(self, x, "gather_tokens", "scatter_tokens") if self.sequence else _dual(self, x, "pass_on", "sum")
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Sum [batch, seq, dim] over ranks; with sequence parallelism a rank keeps only its tokens."""
-        return _ReduceScatterSeq.apply(x, self) if self.sequence else _ReduceFromTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return _dual(self, x, "scatter_tokens", "gather_tokens") if self.sequence else _dual(self, x, "sum", "pass_on")
 
     def gather_outputs(self, part: Tensor, outputs: int) -> Tensor:
         """Gather all outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller. All ranks
@@ -48,7 +48,7 @@ class TensorParallelGroup:
 
     def share_vector(self, x: Tensor) -> Tensor:
         """Pass on a vector per sequence; with sequence parallelism its gradient stays partial."""
-        return x if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return x if self.sequence else _dual(self, x, "pass_on", "sum")
 
     def gather_vector(self, part: Tensor) -> Tensor:
         """Gather all outputs from the ranks' equal shards; with sequence parallelism, gradients are summed."""
@@ -66,7 +66,7 @@ class TensorParallelGroup:
 
     def gather_result(self, x: Tensor) -> Tensor:
         """Gather all tokens [batch, seq, width], from which all ranks compute the same; so each keeps its gradient."""
-        return _GatherResult.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return _dual(self, x, "gather_tokens", "own_part")
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """Take this rank's tokens of [batch, seq, width]; no other rank has a gradient for them."""
@@ -76,28 +76,32 @@ class TensorParallelGroup:
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Gather all tokens [batch, seq, width], without a gradient."""
-        if x.dtype.itemsize == 1 and self.float8_as_bytes:
-            return _gather_tokens(x.view(torch.uint8), self).view(x.dtype)
-        return _gather_tokens(x, self)
+        if x.dtype.itemsize == 1 and x.is_floating_point() and self.float8_as_bytes:
+            return self.gather_tokens(x.view(torch.uint8)).view(x.dtype)
+        if x.shape[0] == 1 or not self.by_sequence:
+            return _unflattened(all_gather(x.flatten(0, 1), self.degree, self.group), x)
+        parts = all_gather(x, self.degree, self.group).chunk(self.degree)
+        if x.dtype.itemsize == 1:
+            return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(x.dtype)
+        return torch.cat(parts, dim=1)
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         """Sum [batch, seq, width] over ranks and take this rank's tokens, without a gradient."""
-        return _scatter_tokens(x, self)
+        if x.shape[0] == 1 or not self.by_sequence:
+            return _unflattened(reduce_scatter(x.flatten(0, 1), self.degree, self.group), x)
+        return reduce_scatter(torch.cat(x.chunk(self.degree, dim=1)), self.degree, self.group)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over ranks, without a gradient."""
+        return all_reduce(x, "sum", self.group)
 
-def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
-    if x.shape[0] == 1 or not region.by_sequence:
-        return _unflattened(all_gather(x.flatten(0, 1), region.degree, region.group), x)
-    parts = all_gather(x, region.degree, region.group).chunk(region.degree)
-    if x.dtype.itemsize == 1:
-        return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(x.dtype)
-    return torch.cat(parts, dim=1)
+    def pass_on(self, x: Tensor) -> Tensor:
+        """Return the same tensor, without communication."""
+        return x.view_as(x)
 
-
-def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
-    if x.shape[0] == 1 or not region.by_sequence:
-        return _unflattened(reduce_scatter(x.flatten(0, 1), region.degree, region.group), x)
-    return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
+    def own_part(self, x: Tensor) -> Tensor:
+        """Take this rank's part of each sequence of [batch, seq, width], without a gradient."""
+        return x.chunk(self.degree, dim=1)[self.rank].contiguous()
 
 
 def _unflattened(tokens: Tensor, x: Tensor) -> Tensor:
@@ -105,47 +109,21 @@ def _unflattened(tokens: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(tokens, (x.shape[0], -1, *x.shape[2:]))
 
 
-class _AllGatherSeq(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        ctx.region = region
-        return _gather_tokens(x, region)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _scatter_tokens(gradients[0], ctx.region), None
+def _dual(region: TensorParallelGroup, x: Tensor, operation: str, of_gradient: str) -> Tensor:
+    return _Dual.apply(x, region, operation, of_gradient)  # type: ignore[return-value]  # a Tensor
 
 
-class _ReduceScatterSeq(torch.autograd.Function):
+class _Dual(torch.autograd.Function):
+    """Operation of a group by name, and the one that maps the gradient of its result to that of its input."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        ctx.region = region
-        return _scatter_tokens(x, region)
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup, operation: str, of_gradient: str) -> Tensor:
+        ctx.region, ctx.of_gradient = region, of_gradient
+        return getattr(region, operation)(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _gather_tokens(gradients[0], ctx.region), None
-
-
-class _CopyToTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        ctx.region = region
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return all_reduce(gradients[0], "sum", ctx.region.group), None
-
-
-class _ReduceFromTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        return all_reduce(x, "sum", region.group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+        return getattr(ctx.region, ctx.of_gradient)(gradients[0]), None, None, None
 
 
 class _GatherOutputs(torch.autograd.Function):
@@ -176,12 +154,6 @@ class _GatherVector(torch.autograd.Function):
         return reduce_scatter(torch.cat(parts), ctx.region.degree, ctx.region.group), None
 
 
-class _GatherResult(_AllGatherSeq):
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].chunk(ctx.region.degree, dim=1)[ctx.region.rank].contiguous(), None
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, eps: float, region: TensorParallelGroup) -> Tensor:
@@ -203,7 +175,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _mean(x: Tensor, region: TensorParallelGroup) -> Tensor:
     """Mean over the last dim of all ranks [..., 1]."""
-    return all_reduce(x.mean(-1, keepdim=True), "sum", region.group) / region.degree
+    return region.sum(x.mean(-1, keepdim=True)) / region.degree
 
 
 class _SplitInputs(torch.autograd.Function):
@@ -273,12 +245,16 @@ class VectorParallelLinear(nn.Module):
         return self.region.gather_vector(add_bias(part, bias))
 
 
-class GatheredTokens(nn.Module):
-    """Gathers all tokens for modules that each read a part of them."""
+class RegionModule(nn.Module):
+    """Module without parameters that exchanges tensors in a group."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
         self.region = region
+
+
+class GatheredTokens(RegionModule):
+    """Gathers all tokens for modules that each read a part of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq of this rank, width] to [batch, seq, width]."""

@@ -25,6 +25,7 @@ from titan_exp.parallel.mesh import Mesh, all_reduce, mark_partial, partial_para
 from titan_exp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     GatheredTokens,
+    RegionModule,
     RMSNormAcrossRanks,
     RowParallelLinear,
     TensorParallelGroup,
@@ -34,46 +35,33 @@ from titan_exp.parallel.tensor_parallel.layers import (
 )
 
 
-class ShardedTokens(nn.Module):
+class ShardedTokens(RegionModule):
     """Takes this rank's part of all tokens, without a gradient."""
-
-    def __init__(self, region: TensorParallelGroup) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq, width] to [batch, seq of this rank, width]."""
-        return x.detach().chunk(self.region.degree, dim=1)[self.region.rank].contiguous()
+        return self.region.own_part(x.detach())
 
 
-class GatheredResult(nn.Module):
+class GatheredResult(RegionModule):
     """Gathers results of all tokens from each rank's."""
-
-    def __init__(self, region: TensorParallelGroup) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq of this rank, width] to [batch, seq, width]."""
         return self.region.gather_result(x)
 
 
-class GatheredRopeOrder(nn.Module):
+class GatheredRopeOrder(RegionModule):
     """Reorders RoPE caches of two streams to the order of gathered tokens: rank by rank, both streams."""
-
-    def __init__(self, region: TensorParallelGroup) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, rope: Rope, first_stream: int) -> Rope:
         """Reorder the caches of all tokens; `first_stream` is this rank's number of tokens in the first stream."""
-        cosines, sines = (self._by_rank(part, first_stream * self.region.degree) for part in rope)
-        return cosines, sines
-
-    def _by_rank(self, part: Tensor, first_stream: int) -> Tensor:
-        streams = part.split((first_stream, part.shape[1] - first_stream), dim=1)
-        of_ranks = [stream.unflatten(1, (self.region.degree, -1)) for stream in streams]
-        return torch.cat(of_ranks, dim=2).flatten(1, 2)
+        degree, found = self.region.degree, []
+        for part in rope:
+            streams = part.tensor_split([first_stream * degree], dim=1)
+            of_ranks = [stream.unflatten(1, (degree, -1)) for stream in streams]
+            found.append(torch.cat(of_ranks, dim=2).flatten(1, 2))
+        return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -162,33 +150,25 @@ def _norm_across_heads(style: tp_plan.AcrossHeads, part: Part) -> None:
     part.replace(norm)
 
 
-def _used_in_part(_: tp_plan.HeadParallel, part: Part) -> None:
-    mark_partial(part.module)
-
-
 def _used_by_token(_: tp_plan.SequenceParallel, part: Part) -> None:
     if part.region.sequence:
         mark_partial(part.module)
 
 
-def _gathered_input(_: tp_plan.GatherInput, part: Part) -> None:
-    part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
-
-
 def _whole_tokens(_: tp_plan.WholeTokens, part: Part) -> None:
+    def keep_own(_: nn.Module, __: Any, output: Any) -> Any:
+        own = part.region.own_tokens
+        return (own(output[0]), *output[1:]) if isinstance(output, tuple) else own(output)
+
     if part.region.sequence:
-        part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
-        part.module.register_forward_hook(partial(_keep_own_tokens, part.region))
+        _gather_before(part)
+        part.module.register_forward_hook(keep_own)
         mark_partial(part.module)
 
 
-def _keep_own_tokens(region: TensorParallelGroup, _: nn.Module, __: Any, output: Any) -> Any:
-    """Take this rank's tokens of a module's output, or of the first of its outputs."""
-    return (region.own_tokens(output[0]), *output[1:]) if isinstance(output, tuple) else region.own_tokens(output)
-
-
-def _gathered_tokens(_: tp_plan.GatherTokens, part: Part) -> None:
-    part.replace(GatheredTokens(part.region))
+def _gather_before(part: Part) -> None:
+    """Gather the hidden states among a module's arguments over all tokens."""
+    part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
 
 
 def _with_sequence_parallelism(kind: Callable[[TensorParallelGroup], nn.Module]) -> "Handler":
@@ -209,12 +189,12 @@ def _replicated_linear(_: tp_plan.SequenceParallel, part: Part) -> None:
 
 
 def _row_parallel(style: tp_plan.Rowwise, part: Part) -> None:
-    linear, weight = _linear(part), part.module.get_parameter("weight")
-    _shard_matmul(part, input_sharded=True)
+    linear, weight = _shard_matmul(part, input_sharded=True), part.module.get_parameter("weight")
     divided, splits = part.ranks.divided(weight, dim=1), style.splits_input
     if style.gathers:
         whole, splits = part.parent.get_submodule(style.gathers), True
-        whole.register_forward_pre_hook(partial(_gather_features, part.region, weight.shape[1]))
+        features = weight.shape[1]
+        whole.register_forward_pre_hook(lambda _, args: (part.region.gather_outputs(args[0], features), *args[1:]))
     sharded = RowParallelLinear(divided, part.region, linear.linear_impl, linear.bias, splits_input=splits)
     if linear.bias is not None and part.region.sequence:
         mark_partial(sharded, "bias")
@@ -222,9 +202,8 @@ def _row_parallel(style: tp_plan.Rowwise, part: Part) -> None:
 
 
 def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
-    linear, region = _linear(part), part.region
+    linear, region = _shard_matmul(part, input_sharded=False), part.region
     weight, bias = part.module.get_parameter("weight"), linear.bias
-    _shard_matmul(part, input_sharded=False)
     assert style.divides(region.degree), "checked by the rules"
     if style.is_replicated(region.degree):
         _replicate_units(style, part, linear)
@@ -250,45 +229,32 @@ def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
 
 def _replicate_units(style: tp_plan.Colwise, part: Part, linear: Linear) -> None:
     """Replicate a weight whose units are shared by several ranks, each computing with the rows of its pieces."""
-    assert style.common is not None, "only units with a split are replicated"
-    unit = linear.out_features // style.units
-    if isinstance(style.common, tp_plan.ReplicatedGateUp):
-        rows = tuple(_gate_up_rows_of(part.region, unit, style.units, style.common))
-    else:
-        rows = tuple(_rows_of(part.region, unit, style.units, style.common))
-    weight, bias = linear.get_parameter("weight"), linear.bias
+    common, region = style.common, part.region
+    assert common is not None, "only units with a split are replicated"
+    rows_of = _gate_up_rows_of if isinstance(common, tp_plan.ReplicatedGateUp) else _rows_of
+    rows = tuple(rows_of(region, linear.out_features // style.units, style.units, common))  # type: ignore[arg-type]
+    weight, gathers = linear.get_parameter("weight"), style.gathers
     shared = ColumnParallelLinear(
-        weight, part.region, linear.linear_impl, rows, bias=bias, bias_rows=rows, gathers=style.gathers
+        weight, region, linear.linear_impl, rows, bias=linear.bias, bias_rows=rows, gathers=gathers
     )
     mark_partial(shared)
     part.replace(shared)
-    setattr(part.parent, style.common.count, style.common.pieces * style.units // part.region.degree)
+    setattr(part.parent, common.count, common.pieces * style.units // region.degree)
 
 
-def _linear(part: Part) -> Linear:
+def _shard_matmul(part: Part, *, input_sharded: bool) -> Linear:
     assert isinstance(part.module, Linear), "checked by the module requirements"
-    return part.module
-
-
-def _shard_matmul(part: Part, *, input_sharded: bool) -> None:
     amax_reduce = partial(all_reduce, operation="max", group=part.region.group)
-    _linear(part).linear_impl.shard(input_sharded=input_sharded, amax_reduce=amax_reduce)
+    part.module.linear_impl.shard(input_sharded=input_sharded, amax_reduce=amax_reduce)
+    return part.module
 
 
 def _gather_hidden_states(
     region: TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather the hidden states among a module's arguments over all tokens."""
     if args:
         return (region.gather_input(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": region.gather_input(kwargs["hidden_states"])}
-
-
-def _gather_features(
-    region: TensorParallelGroup, features: int, _: nn.Module, args: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """Gather the first of a module's arguments over the features of all ranks."""
-    return (region.gather_outputs(args[0], features), *args[1:])
 
 
 def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedKV) -> Iterator[slice]:
@@ -330,12 +296,12 @@ MODULES: dict[type[tp_plan.TPStyle], Handler] = {
     tp_plan.VocabEmbedding: _vocabulary_rows,
     tp_plan.VocabLogits: _vocabulary_logits,
     tp_plan.SequenceParallel: _used_by_token,
-    tp_plan.HeadParallel: _used_in_part,
+    tp_plan.HeadParallel: lambda _, part: mark_partial(part.module),
     tp_plan.AcrossHeads: _norm_across_heads,
     tp_plan.HeadSharded: _numbers_of_heads,
-    tp_plan.GatherInput: _gathered_input,
+    tp_plan.GatherInput: lambda _, part: _gather_before(part),
     tp_plan.WholeTokens: _whole_tokens,
-    tp_plan.GatherTokens: _gathered_tokens,
+    tp_plan.GatherTokens: lambda _, part: part.replace(GatheredTokens(part.region)),
     tp_plan.ShardTokens: _with_sequence_parallelism(ShardedTokens),
     tp_plan.GatherResult: _with_sequence_parallelism(GatheredResult),
     tp_plan.GatheredOrder: _with_sequence_parallelism(GatheredRopeOrder),

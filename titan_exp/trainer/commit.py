@@ -1,63 +1,20 @@
-"""Commit: how the worlds of a run agree on a step, and the objects of the trainer that they and restoring see."""
+"""Commit: how the worlds of a run agree on a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import MicroBatch
-from titan_exp.data.train_loader import TrainLoader
-from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.forward_backward import Model
-from titan_exp.trainer.metrics import Numbers, Report, Row, StepResult
-from titan_exp.trainer.part import Parts
-from titan_exp.trainer.train_state import TrainState
+from titan_exp.trainer.metrics import Numbers, Row, StepResult
 from titan_exp.trainer.train_step import sync_step_flags
 
-
-class Training(Protocol):
-    """One rank of a training run; `Trainer` implements it."""
-
-    experiment: Experiment
-    folder: RunFolder
-    layout: ResolvedLayout
-    state: TrainState
-    mesh: Mesh
-    model: Model
-    optimizer: torch.optim.Optimizer
-    parts: Parts
-    loader: TrainLoader
-    checkpointer: Checkpointer
-    report: Report
-    """Training report; exists once the state is restored."""
-    step: int
-    tokens: int
-    ended: str | None
-    """Reason why a part has ended training; None if none has."""
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last step."""
-        ...
-
-    @property
-    def is_over(self) -> bool:
-        """True after the last step."""
-        ...
-
-    def seed(self) -> None:
-        """Seed the generators for the next step."""
-
-    def progress(self) -> dict[str, Any]:
-        """State other than tensors and data, as JSON."""
-        ...
+if TYPE_CHECKING:
+    from titan_exp.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -87,7 +44,7 @@ class Commit:
     states: Mapping[str, Tensor] = {}
     """States of other worlds, by their keys in the next checkpoint."""
 
-    def __init__(self, trainer: Training) -> None:
+    def __init__(self, trainer: "Trainer") -> None:
         self._trainer, self._flags, self._result = trainer, Flags(), StepResult({}, torch.zeros(()), 0)
 
     def takes_over(self) -> bool:
@@ -106,10 +63,8 @@ class Commit:
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
     ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
         """Return this world's share of a step, and token counts to divide its loss by; `flags` are this rank's."""
-        trainer = self._trainer
-        tokens, stop, save = sync_step_flags(
-            trainer.model.objective, batches, trainer.mesh, stop=flags.stop, save=flags.save
-        )
+        objective, mesh = self._trainer.model.objective, self._trainer.mesh
+        tokens, stop, save = sync_step_flags(objective, batches, mesh, stop=flags.stop, save=flags.save)
         self._flags = Flags(stop, save)
         return batches, tokens
 

@@ -44,7 +44,9 @@ def joined(config: ClusterConfig) -> Iterator[torch.device]:
     """Yield this process's device and join the default process group in the `with` block. Raises UserError if CUDA is
     requested and this machine has none, or torch cannot use the GPU that `auto` found."""
     device = _device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
-    with joined_process_group(device, timeout=_timeout(config)):
+    # Longer than the watchdog's, so that the watchdog ends a hanging run and shows each rank's stack.
+    limit = timedelta(minutes=4 * (config.hang_kill_minutes or 0))
+    with joined_process_group(device, timeout=max(TIMEOUT, limit)):
         yield device
 
 
@@ -83,7 +85,7 @@ def check_network(device: torch.device, backend: str) -> None:
     meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the other.
     Raises NetworkBroken if connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, cause = dist.get_rank(), dist.get_world_size(), None
     try:
         bound = device if device.type != "cpu" else None
         group: Any = dist.new_group(backend=backend, timeout=NETWORK_LIMIT, group_desc="network check", device_id=bound)
@@ -93,25 +95,16 @@ def check_network(device: torch.device, backend: str) -> None:
         work.wait(NETWORK_LIMIT)
         total = int(count)
         dist.destroy_process_group(group)
+        reason = "" if total == world else f"the ranks add up to {total}"
     except RuntimeError as error:  # torch's errors of a backend are subclasses
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise NetworkBroken(_broken(rank, world, device, backend, "; ".join(lines[:1] + lines[-1:]))) from error
-    if total != world:
-        raise NetworkBroken(_broken(rank, world, device, backend, f"the ranks add up to {total}"))
-
-
-def _broken(rank: int, world: int, device: torch.device, backend: str, reason: str) -> str:
-    return (
-        f"rank {rank}: {backend.upper()} cannot connect {world} ranks, this one on {device} of {platform.node()} "
-        f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries. Choose others "
-        "with NCCL_SOCKET_IFNAME and NCCL_IB_HCA, and measure the links of one machine with titan-exp doctor"
-    )
-
-
-def _timeout(config: ClusterConfig) -> timedelta:
-    """Timeout of collectives, longer than the watchdog's, which shows each rank's stack."""
-    minutes = config.hang_kill_minutes
-    return TIMEOUT if minutes is None else max(TIMEOUT, timedelta(minutes=4 * minutes))
+        lines, cause = [line.strip() for line in str(error).splitlines() if line.strip()], error
+        reason = "; ".join(lines[:1] + lines[-1:])
+    if reason:
+        raise NetworkBroken(
+            f"rank {rank}: {backend.upper()} cannot connect {world} ranks, this one on {device} of {platform.node()} "
+            f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries. Choose "
+            "others with NCCL_SOCKET_IFNAME and NCCL_IB_HCA, and measure the links of one machine with titan-exp doctor"
+        ) from cause
 
 
 def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
@@ -150,19 +143,16 @@ def require_usable_cuda() -> None:
     found = devices.cuda_facts().found
     if found is None:
         return
-    reason, remedy = devices.unusable_cuda() or (
-        f"this machine has {found}, but torch {torch.__version__} cannot use it: {_init_error()}",
-        f"look at what nvidia-smi and dmesg say, or {devices.ON_PURPOSE}",
-    )
+    if (refused := devices.unusable_cuda()) is None:
+        said = "torch.cuda.is_available() is false"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).partition("\n")[0]
+        reason = f"this machine has {found}, but torch {torch.__version__} cannot use it: {said}"
+        refused = reason, f"look at what nvidia-smi and dmesg say, or {devices.ON_PURPOSE}"
+    reason, remedy = refused
     raise UserError(f"cluster.device=auto: {reason}\n  {remedy}")
-
-
-def _init_error() -> str:
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0]
-    return "torch.cuda.is_available() is false"
 
 
 def _device(requested: str, local_rank: int) -> torch.device:

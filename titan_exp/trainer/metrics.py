@@ -149,11 +149,9 @@ class MetricReducer:
 
     def _copies(self, name: str) -> int:
         """Number of ranks that contribute the same value to a sum."""
-        if name.startswith("experts/"):
-            return 1
-        if not name.startswith("optimizer/"):
-            return self._mesh.loss_replicas
-        return self._mesh.world.size() if self.reductions[name] == "mean" else 1
+        if name.startswith("optimizer/"):
+            return self._mesh.world.size() if self.reductions[name] == "mean" else 1
+        return 1 if name.startswith("experts/") else self._mesh.loss_replicas
 
     def _on_cpu(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
         names = self._module_metric_names
@@ -170,11 +168,8 @@ class MetricReducer:
             if value.numel() != 1:
                 raise UserError(f"{name} is a tensor of {list(value.shape)}, and a metric is one number.")
         # fp64, so that the order of ranks does not change the logged digits.
-        device = self._mesh.device
-        values = torch.stack(
-            [value.detach().to(device, torch.float64).reshape(()) for value in found.values()]
-        ).tolist()
-        return dict(zip(found, values, strict=True))
+        scalars = [value.detach().to(self._mesh.device, torch.float64).reshape(()) for value in found.values()]
+        return dict(zip(found, torch.stack(scalars).tolist(), strict=True))
 
 
 class Report:
@@ -192,13 +187,9 @@ class Report:
         mesh, flops_per_token = state.mesh, state.built.flops_per_token
         self.folder, self.mesh, self.flops_per_token = folder, mesh, flops_per_token
         self._experts = ExpertMetrics(state.model.load, state.built.module, state.model.parts)
+        model = state.model
         self.reducer = MetricReducer(
-            state.model.objective,
-            state.built.module,
-            state.model.parts,
-            state.optimizer,
-            mesh,
-            experts=self._experts,
+            model.objective, state.built.module, model.parts, state.optimizer, mesh, experts=self._experts
         )
         self.writes = writes
         """True if this world writes rows and heartbeats."""
@@ -267,10 +258,9 @@ class Report:
             return
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
         if self._experts:
-            steps, every = self._experiment.training.last_step, self._experiment.tracking.log_every
-            self._load_log = metrics_jsonl.ExpertLoadLog(
-                self.folder.expert_load, self.attempt, steps=steps, log_every=every
-            )
+            path, steps = self.folder.expert_load, self._experiment.training.last_step
+            every = self._experiment.tracking.log_every
+            self._load_log = metrics_jsonl.ExpertLoadLog(path, self.attempt, steps=steps, log_every=every)
 
     def write(self, rows: Sequence[Row], numbers: Numbers) -> None:
         """Write rows of committed steps, at least one; the last also gets `numbers`."""
@@ -342,17 +332,8 @@ class Report:
             return Row({**numbers, **others}, None)
         memory = self.memory.read()
         _require_new(also, {**numbers, **others})
-        row = {
-            "step": step,
-            "tokens": tokens,
-            **numbers,
-            "lr": lr,
-            **self.throughput.read(),
-            **memory,
-            **self._step_times(step, times),
-            **also,
-            **others,
-        }
+        row = {"step": step, "tokens": tokens, **numbers, "lr": lr, **self.throughput.read(), **memory}
+        row |= {**self._step_times(step, times), **also, **others}
         self._spare_memory.check(memory["memory_reserved"])
         self.memory.reset()
         return Row({**numbers, **reported}, row)
@@ -372,10 +353,8 @@ class Report:
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
         """Seconds of a step over the ranks: with waiting (`step_time`) and without (`own_time`)."""
-        for straggler in self._stragglers.find(times):
-            get_logger().warning(
-                "rank %d is slow, for %d rows up to step %d: %s", straggler.rank, ROWS, step, straggler.reason
-            )
+        for rank, reason in self._stragglers.find(times):
+            get_logger().warning("rank %d is slow, for %d rows up to step %d: %s", rank, ROWS, step, reason)
         row = {}
         for name, values in (("step_time", [rank.step for rank in times]), ("own_time", [rank.own for rank in times])):
             row |= {f"{name}_max": max(values), f"{name}_median": statistics.median(values)}

@@ -231,10 +231,8 @@ class MultiTokenPrediction:
         else:
             main, *others = map(self.main.with_metrics, model(*inputs, loss=loss, further=further))
         factor = self.weight / self.depth
-        modules = [
-            Loss(factor * module.total, {f"mtp_loss_{number}": module.metrics["loss"]})
-            for number, module in enumerate(others, 1)
-        ]
+        named = {f"mtp_loss_{number}": module for number, module in enumerate(others, 1)}
+        modules = [Loss(factor * module.total, {name: module.metrics["loss"]}) for name, module in named.items()]
         return Loss(main.total, main.metrics, modules)
 
 
@@ -258,18 +256,22 @@ def build_objective(
     kind: Any = LanguageModeling
     if name != LANGUAGE_MODELING:
         kind = _own_class(training) if is_dotted(name) else load(provided("objectives")[name])
+    is_language = issubclass(kind, LanguageModeling)
+    own_loss = is_language and kind.loss is not LanguageModeling.loss
+    own_call = is_language and kind.__call__ is not LanguageModeling.__call__
+    takes_whole_logits = own_loss and not own_call
     if training.loss_chunk_tokens == "auto":
-        training = replace(training, loss_chunk_tokens=None if _overrides_loss(kind) else automatic_chunk)
+        training = replace(training, loss_chunk_tokens=None if takes_whole_logits else automatic_chunk)
     options = revealed(training.objective_options, "training.objective_options")
-    objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
+    objective: Any = kind.build(training, vocab_shard, compile_backend=backend, **options)
     if spec is not None and hasattr(objective, "bind"):
         objective = objective.bind(spec)
-    if training.loss_chunk_tokens is not None and _overrides_loss(kind):
+    if training.loss_chunk_tokens is not None and takes_whole_logits:
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "
             "logits. Use training.loss_chunk_tokens=null, or override `__call__` as well."
         )
-    if vocab_shard is not None and _needs_whole_logits(kind):
+    if vocab_shard is not None and (own_loss or own_call) and not kind.takes_vocab_shard:
         raise UserError(
             f"parallelism.loss_parallel=true: {name} has its own loss, which would take this rank's shard of the "
             "vocabulary for all of it. Use parallelism.loss_parallel=false, or set `takes_vocab_shard = True` in the "
@@ -277,7 +279,7 @@ def build_objective(
         )
     if spec is None or not spec.mtp_layers:
         return objective
-    if not isinstance(objective, LanguageModeling) or kind.__call__ is not LanguageModeling.__call__:
+    if not isinstance(objective, LanguageModeling) or own_call:
         raise UserError(
             f"{MTP_DEPTH}={len(spec.mtp_layers)}: {name} has its own `__call__`, which computes no loss of further "
             f"predictions. Use {MTP_DEPTH}=0, or extend LanguageModeling and override `loss` alone."
@@ -295,14 +297,3 @@ def _own_class(training: TrainingConfig) -> Any:
     if violations:
         raise UserError("This run cannot start.", violations)
     return kind
-
-
-def _overrides_loss(kind: type) -> bool:
-    base = LanguageModeling
-    return issubclass(kind, base) and kind.loss is not base.loss and kind.__call__ is base.__call__
-
-
-def _needs_whole_logits(kind: type) -> bool:
-    base = LanguageModeling
-    own = issubclass(kind, base) and (kind.loss is not base.loss or kind.__call__ is not base.__call__)
-    return own and not kind.takes_vocab_shard

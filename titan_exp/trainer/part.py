@@ -245,10 +245,8 @@ class Parts:
         for part in self._parts:
             members = {name for name, member in vars(Part).items() if callable(member)}
             if hidden := sorted(members & vars(part).keys()):
-                raise UserError(
-                    f"{part.name} sets self.{hidden[0]}, which hides its member {hidden[0]}(). Give the "
-                    "attribute another name."
-                )
+                reason = f"{part.name} sets self.{hidden[0]}, which hides its member {hidden[0]}()"
+                raise UserError(f"{reason}. Give the attribute another name.")
 
     def before(self, step: int) -> None:
         """Call `before` of all parts."""
@@ -287,10 +285,8 @@ class Parts:
             if part.phase == phase or (part.phase, phase) == (Phase.ACT, Phase.OBSERVE):
                 due = part.due(step.step, last=step.last)
                 with self._calling(part), pause(part.name) if due else nullcontext():
-                    self.numbers |= {
-                        f"{part.prefix}{name}": _number(f"{part.prefix}{name}", value)
-                        for name, value in (part.after(step) or {}).items()
-                    }
+                    found = {f"{part.prefix}{name}": value for name, value in (part.after(step) or {}).items()}
+                    self.numbers |= {name: _number(name, value) for name, value in found.items()}
         if phase is Phase.DECIDE and self._ranks is not None and any(part.phase is phase for part in self._parts):
             step.agree(self._ranks)
 
@@ -317,8 +313,7 @@ class Parts:
                 part.close()
             except Exception:
                 get_logger().exception("cannot close the part %s", part.name)
-        slow = [f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if seconds >= SHOWN_SECONDS]
-        if slow:
+        if slow := [f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if seconds >= SHOWN_SECONDS]:
             get_logger().info("parts of training on this rank took %s", ", ".join(slow))
 
     def _having(self, member: str) -> list[Part]:
@@ -374,9 +369,8 @@ def _number(name: str, value: Any) -> float | int | None:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{name}: after() returns a {type(value).__name__}, and a row has numbers ({error})."
-        ) from error
+        kind = type(value).__name__
+        raise UserError(f"{name}: after() returns a {kind}, and a row has numbers ({error}).") from error
 
 
 def _require_same_order(order: Sequence[str], ranks: dist.ProcessGroup) -> None:

@@ -106,15 +106,10 @@ def _evaluation(experiment: Experiment, state: TrainState, layout: ResolvedLayou
     shard: dict[str, Any] = {"dp_rank": state.mesh.dp_rank, "dp_degree": state.mesh.dp_degree}
     shard["micro_batch_size"] = layout.micro_batch_size
     loader = ValidationLoader(experiment.data, experiment.training.seq_len, **shard)
-    sets = {
-        name: ValidationLoader(
-            found.data,
-            found.training.seq_len,
-            **shard,
-            all_documents=not experiment.evaluation.sets[name].holds_out,
-        )
-        for name, found in validation_sets(experiment).items()
-    }
+    sets = {}
+    for name, found in validation_sets(experiment).items():
+        every = not experiment.evaluation.sets[name].holds_out
+        sets[name] = ValidationLoader(found.data, found.training.seq_len, **shard, all_documents=every)
     return Evaluation(state, loader, partial(experiment.evaluation.due, experiment.training), sets)
 
 
@@ -123,15 +118,14 @@ def build_part(label: str, config: PartConfig) -> Part:
     options."""
     key = f"training.parts.{label}"
     kind = import_callable(config.name, f"{key}.name", Call((), (), f"{key}.options", config.options))
+    reason = remedy = ""
     if not (isinstance(kind, type) and issubclass(kind, Part)):
-        own = config.name.rpartition(".")[2]
+        reason, own = "this class does not extend Part", config.name.rpartition(".")[2]
         remedy = f"write class {own}(Part), and import Part from titan_exp.trainer.part"
-        raise UserError(
-            "This run cannot start.", [Violation(f"{key}.name", config.name, "this class does not extend Part", remedy)]
-        )
-    if not kind.fatal and kind.phase is not Phase.REPORT:
+    elif not kind.fatal and kind.phase is not Phase.REPORT:
         reason = "training can only go on after the error of a part of phase REPORT"
         remedy = "write phase = Phase.REPORT, or fatal = True"
+    if reason:
         raise UserError("This run cannot start.", [Violation(f"{key}.name", config.name, reason, remedy)])
     part = kind(**revealed(config.options, f"{key}.options"))
     part.name, part.prefix = key, f"{label}/"  # built-in parts have no name like a key

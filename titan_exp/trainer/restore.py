@@ -5,7 +5,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,11 @@ from titan_exp.rules.weights import from_config, given_weights, noted_changes, r
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit, Training
+from titan_exp.trainer.commit import Commit
 from titan_exp.trainer.profiling.step_times import cache_of
+
+if TYPE_CHECKING:
+    from titan_exp.trainer.trainer import Trainer
 
 
 def log_head(folder: RunFolder) -> None:
@@ -59,11 +62,10 @@ def log_head(folder: RunFolder) -> None:
     if overrides is not None:
         # No command: options of the user's own also need their folder.
         get_logger().info("values that differ from the defaults: %s", " ".join(map(for_shell, overrides)) or "none")
-    log_lineage(folder)
+    _log_lineage(folder)
 
 
-def log_lineage(folder: RunFolder) -> None:
-    """Log the parent of a continued run and that parent's ancestors."""
+def _log_lineage(folder: RunFolder) -> None:
     for ancestor in ancestors(folder.path):
         get_logger().info("continued from %s", ancestor.lineage)
 
@@ -91,24 +93,20 @@ def load_parent_state(
         step = None  # the URL points to the checkpoint itself
     local = str(local_copy(location, cache=cache, step=step or 0))
     path = checkpointer.from_leader(parent_checkpoint(local, step))
+    given = f"checkpoint.continue_from={config.continue_from}"
     if path is None:
         of_step = "" if step is None else f" of step {step}"
-        raise UserError(
-            f"checkpoint.continue_from={config.continue_from}: this run has no complete checkpoint{of_step}"
-        )
+        raise UserError(f"{given}: this run has no complete checkpoint{of_step}")
     progress = checkpointer.read_parent(path)
     saved = progress.get("config") or {}
-    found = [
-        *model_misfits_of(saved, config, experiment.model, experiment.data),
-        *state_misfits(saved, config, experiment.paths, experiment.optimizer, experiment.experiment),
-    ]
+    found = [*model_misfits_of(saved, config, experiment.model, experiment.data)]
+    found += state_misfits(saved, config, experiment.paths, experiment.optimizer, experiment.experiment)
     if found:
         raise UserError("This run cannot continue.", found)
     if progress.get(WEIGHTS_ONLY_KEY):
         raise UserError(
-            f"checkpoint.continue_from={config.continue_from}: its checkpoint of step {progress['step']} holds weights "
-            "only (checkpoint.last=weights). Start a new run from them: checkpoint.continue_from=null "
-            f"checkpoint.initial={location}"
+            f"{given}: its checkpoint of step {progress['step']} holds weights only (checkpoint.last=weights). Start a "
+            f"new run from them: checkpoint.continue_from=null checkpoint.initial={location}"
         )
     return load_state(path, parts, optimizer, keeps), Lineage(location, progress["step"], progress["tokens"])
 
@@ -125,9 +123,8 @@ def require_same_function(experiment: Experiment, path: str) -> None:
         with suppress(KeyError):  # a checkpoint of another tool
             given = from_config(config.initial, read_progress(folder)["config"])
     if given is None:
-        get_logger().warning(
-            "checkpoint.initial: nothing beside the weights describes their model, so we compare only names and shapes"
-        )
+        reason = "nothing beside the weights describes their model, so we compare only names and shapes"
+        get_logger().warning("checkpoint.initial: %s", reason)
         return
     exclude, accepted = config.initial_exclude, config.accept_changes
     require_fit(experiment.model, given, exclude, accepted)
@@ -141,11 +138,10 @@ PARTS, ENDED = "parts", "ended"
 """Progress keys: states of parts by name, and the reason for which one has ended training before its last step."""
 
 
-def restore_state(trainer: Training, commit: Commit) -> None:
+def restore_state(trainer: "Trainer", commit: Commit) -> None:
     """Load weights, optimizer, data position and progress; all ranks call it. Raises UserError if a checkpoint is
     damaged, or training cannot continue from it."""
-    checkpointer = trainer.checkpointer
-    step = checkpointer.latest() if commit.restores else None
+    step = trainer.checkpointer.latest() if commit.restores else None
     if commit.takes_over():
         trainer.state.built.init_weights()  # they will be replaced by those of a living world
     elif step is not None:
@@ -156,7 +152,7 @@ def restore_state(trainer: Training, commit: Commit) -> None:
         _load_initial_weights(trainer)
 
 
-def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
+def adopt_progress(trainer: "Trainer", progress: Mapping[str, Any]) -> None:
     """Restore step, tokens and states of parts from a checkpoint or from another world."""
     trainer.step, trainer.tokens = progress["step"], progress["tokens"]
     trainer.ended = progress.get(ENDED)
@@ -166,7 +162,7 @@ def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
     trainer.parts.restore(progress.get(PARTS, older), trainer.step)
 
 
-def _continue_own(trainer: Training, step: int) -> None:
+def _continue_own(trainer: "Trainer", step: int) -> None:
     restored = trainer.checkpointer.load(step, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
     adopt_progress(trainer, restored.progress)
     if not restored.progress.get(WEIGHTS_ONLY_KEY):
@@ -180,7 +176,7 @@ def _continue_own(trainer: Training, step: int) -> None:
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _continue_parent(trainer: Training) -> None:
+def _continue_parent(trainer: "Trainer") -> None:
     """Begin with the whole state of the run named by `checkpoint.continue_from`."""
     experiment, folder = trainer.experiment, trainer.folder
     restored, lineage = load_parent_state(
@@ -204,11 +200,11 @@ def _continue_parent(trainer: Training) -> None:
         trainer.loader.load_state_dict(restored.data)
     if dist.get_rank() == 0:
         lineage.write(folder.path)
-        log_lineage(folder)
+        _log_lineage(folder)
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _load_initial_weights(trainer: Training) -> None:
+def _load_initial_weights(trainer: "Trainer") -> None:
     """Load `checkpoint.initial`, if given, and initialize the weights that it lacks."""
     experiment, built = trainer.experiment, trainer.state.built
     config = experiment.checkpoint
@@ -229,12 +225,9 @@ def _load_initial_weights(trainer: Training) -> None:
     get_logger().info("weights from %s", folder)
 
 
-def _log_changes(trainer: Training, saved: Any) -> None:
-    changed = differences(saved, to_dict(trainer.experiment))
-    if changed:
-        get_logger().info(
-            "these values have changed since that checkpoint, and the new ones apply:%s", "".join(changed)
-        )
+def _log_changes(trainer: "Trainer", saved: Any) -> None:
+    if changed := "".join(differences(saved, to_dict(trainer.experiment))):
+        get_logger().info("these values have changed since that checkpoint, and the new ones apply:%s", changed)
 
 
 Rows = Mapping[str, Sequence[slice]]
@@ -254,9 +247,8 @@ def load_source(
     """Build the model of a source and read its weights tensor by tensor, or this rank's shards. `divide` shards the
     model on the meta device and returns the rows of those sharded parameters that are not DTensors. `documents` and
     `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out."""
-    build, read = _building(
-        source, device, seq_len=seq_len, documents=documents, dtype=dtype, divide=divide, parts=parts
-    )
+    how: dict[str, Any] = {"documents": documents, "dtype": dtype, "divide": divide, "parts": parts}
+    build, read = _building(source, device, seq_len=seq_len, **how)
     with torch.device("meta"):
         model = build()
     read(model)
@@ -273,10 +265,8 @@ def load_pipeline(
     parts: bool,
 ) -> Pipeline:
     """As `load_source`, for this rank's pipeline stages in fp32."""
-    length, dtype = layout.training.seq_len, torch.float32
-    build, read = _building(
-        source, mesh.device, seq_len=length, documents=documents, dtype=dtype, divide=divide, parts=parts
-    )
+    how: dict[str, Any] = {"documents": documents, "dtype": torch.float32, "divide": divide, "parts": parts}
+    build, read = _building(source, mesh.device, seq_len=layout.training.seq_len, **how)
     with torch.device("meta"):
         whole = build()
     return build_pipeline(whole, build, read, layout, mesh)
@@ -352,9 +342,8 @@ def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
     if source.tokenizer == "bytes":
         return ByteTokenizer()
     if source.tokenizer is None:
-        raise UserError(
-            f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there, or give a run folder."
-        )
+        reason = f"{source.path} has no tokenizer beside its weights"
+        raise UserError(f"{reason}. Put its tokenizer.json there, or give a run folder.")
     from titan_exp.data.tokenizers import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(source.tokenizer)

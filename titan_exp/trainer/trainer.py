@@ -17,7 +17,7 @@ from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit, Flags, Training
+from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.distributed import seed_step, set_deterministic
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Parts, Phase, Run, Step
@@ -40,7 +40,7 @@ class Trainer:
         experiment: Experiment,
         folder: RunFolder,
         device: torch.device,
-        commit: Callable[[Training], Commit] = Commit,
+        commit: "Callable[[Trainer], Commit]" = Commit,
     ) -> None:
         self.experiment, self.folder, self.layout = experiment, folder, ResolvedLayout.of(experiment)
         set_deterministic(experiment.training.deterministic)
@@ -48,21 +48,17 @@ class Trainer:
         self.state = state = assemble(experiment, self.layout, device)
         self.mesh, self.model, self.optimizer = state.mesh, state.model, state.optimizer
         self.parts = Parts(all_parts(experiment, folder, state, self.layout), ranks=self.mesh.cpu_group)
-        self.schedule = LRSchedule(
-            experiment.lr_schedule, peak=experiment.optimizer.lr, steps=experiment.training.steps
-        )
+        peak, steps = experiment.optimizer.lr, experiment.training.steps
+        self.schedule = LRSchedule(experiment.lr_schedule, peak=peak, steps=steps)
         self.loader = build_train_loader(experiment, self.layout, state)
         self.step = self.tokens = 0
         self._looks_at = 0.0
         self.ended: str | None = None
         """Reason why a part has ended training."""
         self.commit = commit(self)
-        self.checkpointer = Checkpointer(
-            experiment.checkpoint,
-            folder.checkpoints,
-            remote=RemoteRun.of(experiment.checkpoint.remote, experiment.experiment.name, folder.path.name),
-            prepare=self.commit.restores,
-        )
+        config = experiment.checkpoint
+        remote = RemoteRun.of(config.remote, experiment.experiment.name, folder.path.name)
+        self.checkpointer = Checkpointer(config, folder.checkpoints, remote=remote, prepare=self.commit.restores)
 
     def restore(self) -> None:
         """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
@@ -72,9 +68,8 @@ class Trainer:
             stack.callback(self.parts.close)
             restore_state(self, self.commit)
             self.state.refresh()
-            self.report = Report(
-                self.experiment, self.folder, self.state, first_step=self.step, writes=self.commit.leads
-            )
+            leads = self.commit.leads
+            self.report = Report(self.experiment, self.folder, self.state, first_step=self.step, writes=leads)
             stack.callback(self.report.close, "failed")
             self.commit.restored()
             self.parts.begin(Run(self.experiment, self.folder, self.state, self.report, self.step))
@@ -125,10 +120,8 @@ class Trainer:
         batches, tokens = self.commit.divide(step, batches, flags)
         try:
             with times.computing():
-                lr = self.schedule(step)
-                result = train_step(
-                    self.state, self.parts, batches, step=step, tokens=tokens, lr=lr, commit=self.commit
-                )
+                how: dict[str, Any] = {"step": step, "tokens": tokens, "lr": self.schedule(step)}
+                result = train_step(self.state, self.parts, batches, **how, commit=self.commit)
         except StepRefused:
             self.optimizer.zero_grad()
             self.parts.refused(step)

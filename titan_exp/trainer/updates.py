@@ -90,8 +90,7 @@ class Averaging(Acting):
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Continue the average of a checkpoint, or log from where a shorter one begins."""
-        shorter = self._average.restore(state, step)
-        if shorter is not None:
+        if (shorter := self._average.restore(state, step)) is not None:
             get_logger().warning(shorter)
 
     def on_update(self, update: Update) -> None:
@@ -190,12 +189,10 @@ class Evaluation(Part):
         row = evaluate_split(model, self._loader, mesh)
         for name, loader in self._sets.items():
             found = evaluate_split(model, loader, mesh)
-            row |= {
-                metric.replace(kind, f"{kind}/{name}", 1): value
-                for metric, value in found.items()
-                for kind in (LOSS, BITS)
-                if metric.partition("/")[0] == kind
-            }
+            for metric, value in found.items():
+                kind, slash, rest = metric.partition("/")
+                if kind in (LOSS, BITS):
+                    row[f"{kind}/{name}{slash}{rest}"] = value
         return row
 
 
@@ -206,16 +203,12 @@ def evaluate_sources(
     `sources` are this data rank's shares of splits. With the bytes of each token [vocab], metrics have bits per
     byte."""
     found = {name: evaluate(model, batches, mesh, token_bytes) for name, batches in sources.items()}
-    tokens = sum(result.tokens for result in found.values())
-    total = sum(result.loss * result.tokens for result in found.values() if result.tokens)
+    results = [*found.values()]
+    tokens, text_bytes = sum(each.tokens for each in results), sum(each.text_bytes for each in results)
+    total = sum(each.loss * each.tokens for each in results if each.tokens)
     # The loss of a single source is not rounded by multiplying and dividing.
-    whole = (
-        next(iter(found.values()))
-        if len(found) == 1
-        else ValidationResult(
-            total / tokens if tokens else math.nan, tokens, sum(result.text_bytes for result in found.values())
-        )
-    )
+    mean = ValidationResult(total / tokens if tokens else math.nan, tokens, text_bytes)
+    whole = results[0] if len(results) == 1 else mean
     perplexity = {"validation_perplexity": whole.perplexity} if getattr(model.objective, "has_perplexity", True) else {}
     each = found if len(found) > 1 else {}
     bits = {"": whole, **{f"/{name}": result for name, result in each.items()}}

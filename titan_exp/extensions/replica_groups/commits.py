@@ -24,12 +24,13 @@ from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.commit import Commit, Flags, Training
+from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.experts import counts_of, load_numbers
 from titan_exp.trainer.metrics import Numbers, Row, StepResult
 from titan_exp.trainer.objective import Reduction, token_counts
 from titan_exp.trainer.restore import adopt_progress
 from titan_exp.trainer.train_step import StepRefused
+from titan_exp.trainer.trainer import Trainer
 from titan_exp.trainer.updates import Routing
 
 STOP, SAVE = "stop requested", "checkpoint asked for"
@@ -40,7 +41,7 @@ class GroupCommit(Commit):
 
     sums = True
 
-    def __init__(self, trainer: Training, *, by_number: bool = False) -> None:
+    def __init__(self, trainer: Trainer, *, by_number: bool = False) -> None:
         super().__init__(trainer)
         cluster = cluster_of(trainer.experiment)
         self._groups = build_replica_groups(cluster, trainer.mesh, trainer.folder, by_number=by_number)
@@ -165,7 +166,7 @@ class SemiSyncCommit(GroupCommit):
 
     sums = False
 
-    def __init__(self, trainer: Training) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer, by_number=True)
         self._config = semi_sync_of(trainer.experiment)
         self._outer: OuterOptimizer = next(part.outer for part in trainer.parts if isinstance(part, OuterSteps))

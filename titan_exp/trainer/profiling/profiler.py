@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,6 @@ from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.trainer.part import Part, Run, Step
 
 Kind = Literal["gemm", "attention", "communication", "optimizer", "other"]
-
-KINDS: tuple[Kind, ...] = ("gemm", "attention", "communication", "optimizer", "other")
-"""Categories in the order of the summary."""
-
 TITLES: dict[Kind, str] = {
     "gemm": "GEMM",
     "attention": "attention",
@@ -38,6 +34,7 @@ TITLES: dict[Kind, str] = {
     "optimizer": "optimizer and clipping",
     "other": "elementwise and other",
 }
+"""Titles of categories, in the order of the summary."""
 
 # The first match decides, so that rarer categories come first ("flash_fwd ... gemm").
 TABLE: tuple[tuple[Kind, str], ...] = (
@@ -103,8 +100,7 @@ class TimeShares:
     """Time in which nothing ran."""
 
 
-@dataclass(frozen=True)
-class _Segment:
+class _Segment(NamedTuple):
     begin: float
     end: float
     kind: Kind
@@ -119,8 +115,8 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
         if begin < end:
             events.append((begin, 1, segment.kind))
             events.append((end, -1, segment.kind))
-    running: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+    running: dict[Kind, int] = dict.fromkeys(TITLES, 0)
+    spent: dict[Kind, float] = dict.fromkeys(TITLES, 0.0)
     hidden = idle = 0.0
     now = first
     for when, change, kind in sorted(events):
@@ -212,11 +208,10 @@ class ProfileSummary:
 
     def line(self) -> str:
         """All shares on one line."""
-        parts = [f"{TITLES[kind]} {_percent(self.shares[kind])}" for kind in KINDS]
+        parts = [f"{title} {_percent(self.shares[kind])}" for kind, title in TITLES.items()]
         hidden = f", and {_percent(self.hidden_communication)} hidden" if self.hidden_communication else ""
-        return (
-            f"{', '.join(parts)} (communication exposed{hidden}), {IDLE[self.device]} {_percent(self.shares['idle'])}"
-        )
+        idle = f"{IDLE[self.device]} {_percent(self.shares['idle'])}"
+        return f"{', '.join(parts)} (communication exposed{hidden}), {idle}"
 
     def text(self) -> str:
         """A table of shares, then the longest kernels or operators."""
@@ -224,7 +219,7 @@ class ProfileSummary:
         lines = [
             f"steps {self.first_step} to {self.last_step}: {self.seconds:.3f} s, by the time of {timed}",
             "",
-            *(f"  {_percent(self.shares[kind]):>7}  {TITLES[kind]}" for kind in KINDS),
+            *(f"  {_percent(self.shares[kind]):>7}  {title}" for kind, title in TITLES.items()),
             f"  {_percent(self.shares['idle']):>7}  {IDLE[self.device]}",
             "",
             f"Communication is exposed communication. Another {_percent(self.hidden_communication)} overlapped.",
@@ -257,9 +252,8 @@ def summarize_profile(profiler: profile, *, device: str, first_step: int, last_s
         if on_device != (device == "cuda"):
             continue
         # Asynchronous events on a CPU (gloo's transfers) are not nested: each gets its own lane.
-        lane = (
-            number if event.is_async else (event.device_index, event.device_resource_id if on_device else event.thread)
-        )
+        stream = event.device_resource_id if on_device else event.thread
+        lane = number if event.is_async else (event.device_index, stream)
         annotation = on_device and bool(getattr(event, "is_user_annotation", False))
         runs = not annotation and not event.name.startswith(PHASE)
         spans.append(Span(event.name, kind_of(event.name), start, stop, lane, runs=runs))

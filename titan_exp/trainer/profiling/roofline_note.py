@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.throughput import PeakRate, device_name, matmul_rate, read_rates
-from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Part, Phase, Run, Step
 
 
@@ -46,11 +44,8 @@ class Roofline:
 
     def text(self) -> str:
         """The note as logged."""
-        share = (
-            f", {self.short}"
-            if self.short
-            else ". We do not know the peak of this device, and titan-exp doctor measures it"
-        )
+        unknown = ". We do not know the peak of this device, and titan-exp doctor measures it"
+        share = f", {self.short}" if self.short else unknown
         flops = (
             f"roofline: {_flops(self.tflops)} per device (the model's FLOPs, computed from its shapes, over "
             f"{self.seconds:.1f} s of steps, measured){share}"
@@ -78,35 +73,32 @@ class RooflineNote(Part):
 
     def finish(self, step: Step) -> None:
         """Write the note."""
-        _note(self._run.experiment.training, self._run.report, self._run.state.optimizer)
-
-
-def _note(training: TrainingConfig, report: Report, optimizer: torch.optim.Optimizer) -> None:
-    spent = report.throughput.spent
-    if not report.leader or not (spent.tokens and spent.training):
-        return
-    device, file = report.mesh.device, report.folder.roofline
-    measured = read_rates(report.cache, device_name(device))
-    dtype = "bf16" if training.mixed_precision == "bf16" else "fp32"
-    peak = report.peak or _share_of_cores(matmul_rate(device, dtype, report.cache), device)
-    rate = spent.tokens / spent.training / report.mesh.world.size()
-    clipped = training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients)
-    note = Roofline(
-        device=device_name(device),
-        seconds=spent.training,
-        step_seconds=spent.training / spent.steps,
-        flops_per_token=report.flops_per_token,
-        tflops=rate * report.flops_per_token / 1e12,
-        peak_tflops=None if peak is None else peak.tflops,
-        peak_source=None if peak is None else peak.source,
-        optimizer_bytes=optimizer_traffic(optimizer, clipped=clipped),
-        copy_rate=None if measured is None else measured.copy,
-    )
-    get_logger().info("%s", note.text())
-    try:
-        write_atomically(file, json.dumps({**asdict(note), "short": note.short}) + "\n", durable=False)
-    except OSError as error:
-        get_logger().error("cannot write %s (%s)", file, error.strerror or error)
+        training, report, optimizer = self._run.experiment.training, self._run.report, self._run.state.optimizer
+        spent = report.throughput.spent
+        if not report.leader or not (spent.tokens and spent.training):
+            return
+        device, file = report.mesh.device, report.folder.roofline
+        measured = read_rates(report.cache, device_name(device))
+        dtype = "bf16" if training.mixed_precision == "bf16" else "fp32"
+        peak = report.peak or _share_of_cores(matmul_rate(device, dtype, report.cache), device)
+        rate = spent.tokens / spent.training / report.mesh.world.size()
+        clipped = training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients)
+        note = Roofline(
+            device=device_name(device),
+            seconds=spent.training,
+            step_seconds=spent.training / spent.steps,
+            flops_per_token=report.flops_per_token,
+            tflops=rate * report.flops_per_token / 1e12,
+            peak_tflops=None if peak is None else peak.tflops,
+            peak_source=None if peak is None else peak.source,
+            optimizer_bytes=optimizer_traffic(optimizer, clipped=clipped),
+            copy_rate=None if measured is None else measured.copy,
+        )
+        get_logger().info("%s", note.text())
+        try:
+            write_atomically(file, json.dumps({**asdict(note), "short": note.short}) + "\n", durable=False)
+        except OSError as error:
+            get_logger().error("cannot write %s (%s)", file, error.strerror or error)
 
 
 def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int:

@@ -122,13 +122,11 @@ ROWS = 3
 """Consecutive rows in which a rank must be slow before it is reported."""
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that has been slow for `ROWS` rows."""
+class Straggler(NamedTuple):
+    """A rank that has been slow for `ROWS` rows, with the reason as logged."""
 
     rank: int
     reason: str
-    """Cause of the delay, as logged."""
 
 
 class Stragglers:
@@ -148,31 +146,26 @@ class Stragglers:
             peers = [peer.own for other, peer in stage if other != rank]
             median = statistics.median(peers) if peers else own.own
             if self._persists(rank, "own", own.own > max(OWN_RATIO * median, median + MIN_SECONDS)):
-                found.append(Straggler(rank, _own_reason(own, median)))
+                reason = (
+                    f"its own time is {own.own:.3f} s a step, {own.own / max(median, 1e-9):.1f} times that of the "
+                    f"ranks that do the same work ({median:.3f} s), of which {own.data:.3f} s wait for data. Own time "
+                    "is data loading and processor time of the main thread, without waiting for other ranks"
+                )
+                found.append(Straggler(rank, reason))
             probes = [other.probe for number, other in enumerate(times) if number != rank and other.probe > 0]
             median = statistics.median(probes) if probes else own.probe
             if self._persists(rank, "probe", own.probe > self._probe_ratio * median):
-                found.append(
-                    Straggler(
-                        rank,
-                        f"its device takes {own.probe / median:.1f} times as long as the others' for the same small "
-                        f"matmul ({1e3 * own.probe:.3f} ms): is it throttled, shared, or another model?",
-                    )
+                reason = (
+                    f"its device takes {own.probe / median:.1f} times as long as the others' for the same small matmul "
+                    f"({1e3 * own.probe:.3f} ms): is it throttled, shared, or another model?"
                 )
+                found.append(Straggler(rank, reason))
         return found
 
     def _persists(self, rank: int, kind: str, slow: bool) -> bool:
         rows = self._rows.get((rank, kind), 0) + 1 if slow else 0
         self._rows[rank, kind] = rows
         return rows == ROWS
-
-
-def _own_reason(own: OwnTimes, median: float) -> str:
-    return (
-        f"its own time is {own.own:.3f} s a step, {own.own / max(median, 1e-9):.1f} times that of the ranks that do "
-        f"the same work ({median:.3f} s), of which {own.data:.3f} s wait for data. Own time is data loading and "
-        "processor time of the main thread, without waiting for other ranks"
-    )
 
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -219,7 +212,11 @@ class CompileReport:
 
     def after(self, phase: str, step: int) -> None:
         """Log compilation since the last call, attributed to `phase` ("step" or "evaluation") of `step`."""
-        compiled, first = _records_of_compilation(), phase not in self._begun
+        compiled, first = 0, phase not in self._begun
+        if "torch._dynamo.utils" in sys.modules:
+            from torch._dynamo.utils import compilation_time_metrics
+
+            compiled = sum(map(len, compilation_time_metrics.values()))
         if compiled == self._compiled and not first:
             return
         self._compiled, now = compiled, _Counters.read()
@@ -246,9 +243,9 @@ class CompileReport:
         if self._warnings > MAX_WARNINGS:
             return
         text = (
-            "recompiled in the %s at step %d, which took %.1f s: %s. To log every reason, set "
-            "TORCH_LOGS=recompiles. To train without compilation, use compile=none%s"
+            "recompiled in the %s at step %d, which took %.1f s: %s. To log every reason, set TORCH_LOGS=recompiles. "
         )
+        text += "To train without compilation, use compile=none%s"
         last = ". We do not log further ones" if self._warnings == MAX_WARNINGS else ""
         get_logger().warning(text, phase, step, seconds, _reasons(self._read_at) or "torch gives no reason", last)
 
@@ -275,15 +272,6 @@ class _Counters(NamedTuple):
         graphs, tuned = cached + compiled + inductor["fxgraph_cache_bypass"], inductor["select_algorithm_autotune"]
         tuning = sum(sum(times) for name, times in compilation_time_metrics.items() if name.endswith(TUNING_PHASES))
         return _Counters(seconds, graphs, cached, tuned, tuning)
-
-
-def _records_of_compilation() -> int:
-    """Number of times that compilation has been recorded in this process."""
-    if "torch._dynamo.utils" not in sys.modules:
-        return 0
-    from torch._dynamo.utils import compilation_time_metrics
-
-    return sum(map(len, compilation_time_metrics.values()))
 
 
 def _reasons(since: float) -> str:

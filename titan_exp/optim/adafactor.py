@@ -52,8 +52,14 @@ class Adafactor(GroupOptimizer):
         """Update all parameters, in shared messages."""
         axes = [ShardedMatrix.of(weight if weight.ndim > 1 else weight[None]).axes for weight in parameters]
         norms = self._track(parameters, axes)
-        totals = [self._row_total(parameter) for parameter in parameters]
-        sum_over_shards([(total, _of(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
+        # Sums of this rank's row means of each matrix; zeros for vectors.
+        totals = [
+            local_tensor(state["row_variance"]).sum(ROWS, keepdim=True)
+            if "row_variance" in (state := self.state[parameter])
+            else local_tensor(state["variance"]).new_zeros(1)
+            for parameter in parameters
+        ]
+        sum_over_shards([(total, _sharding(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
         squares = [
             _square_sum(self._direction(parameter, total)) for parameter, total in zip(parameters, totals, strict=True)
         ]
@@ -77,7 +83,7 @@ class Adafactor(GroupOptimizer):
             if parameter.ndim > 1:
                 squares = gradient.square()
                 means = squares.sum(COLUMNS, keepdim=True), squares.sum(ROWS, keepdim=True)
-                sums += [(means[0], _of(COLUMNS, shards)), (means[1], _of(ROWS, shards))]
+                sums += [(means[0], _sharding(COLUMNS, shards)), (means[1], _sharding(ROWS, shards))]
                 found.append((means[0], parameter.shape[COLUMNS], means[1], parameter.shape[ROWS]))
             else:
                 found.append((gradient.square(), 1, None, 1))
@@ -92,13 +98,6 @@ class Adafactor(GroupOptimizer):
                 local_tensor(state["row_variance"]).lerp_(row / columns, share)
                 local_tensor(state["column_variance"]).lerp_(column / rows, share)
         return norms
-
-    def _row_total(self, parameter: Tensor) -> Tensor:
-        """Sum this rank's row means of each matrix; zero for a vector."""
-        state = self.state[parameter]
-        if "variance" in state:
-            return local_tensor(state["variance"]).new_zeros(1)
-        return local_tensor(state["row_variance"]).sum(ROWS, keepdim=True)
 
     def _direction(self, parameter: Tensor, row_total: Tensor) -> Tensor:
         """Gradient over the root of its second moment."""
@@ -132,7 +131,7 @@ def _square_sum(tensor: Tensor) -> Tensor:
     return tensor.square().sum(dims, keepdim=True)
 
 
-def _of(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
+def _sharding(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
     return tuple(axis for axis in axes if axis.dim == dim)
 
 

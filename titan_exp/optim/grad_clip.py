@@ -52,9 +52,7 @@ def parameter_norms(parameters: Sequence[Tensor]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters]
     norms = iter(_norms([local_tensor(gradient) for gradient in gradients if gradient is not None]))
     squares = [
-        local_tensor(parameter.detach()).new_zeros((), dtype=torch.float32)
-        if parameter.grad is None
-        else next(norms).square()
+        torch.zeros((), device=parameter.device) if parameter.grad is None else next(norms).square()
         for parameter in parameters
     ]
     return sum_over_shards(squares, parameters).sqrt()
@@ -170,10 +168,8 @@ class GradientClipper:
     ) -> None:
         self._config, self._max_norm, self._pp_group = config, max_norm, pp_group
         self._parameters = [named.parameter for named in parameters]
-        self._limits = {REST: max_norm} | {
-            name: group.max_grad_norm for name, group in groups.items() if group.max_grad_norm is not None
-        }
-        own = {name: groups[name] for name in self._limits if name != REST}
+        own = {name: group for name, group in groups.items() if group.max_grad_norm is not None}
+        self._limits = {REST: max_norm, **{name: group.max_grad_norm for name, group in own.items()}}
         self._limit_of = [
             next((name for name, group in own.items() if group.has(named.name, named.role)), REST)
             for named in parameters

@@ -56,10 +56,14 @@ class LRSchedule:
     def __call__(self, step: int) -> float:
         """Learning rate of a step, counted from 1. It peaks exactly at `warmup_steps`. The floor would be reached one
         step after the last, so that every step trains."""
-        config = self.config
+        config, left = self.config, self.steps - self.config.warmup_steps
         if step < config.warmup_steps:
             return self.peak * step / config.warmup_steps
-        decay, before_decay = self._decay_phase(step)
+        # Decay steps in the cycle of this step, and the last step before they begin.
+        ends = [config.warmup_steps + left * number // config.cycles for number in range(config.cycles + 1)]
+        begin, end = next((pair for pair in pairwise(ends) if step <= pair[1]), (ends[-2], ends[-1]))
+        decay = min(config.decay_steps, end - begin)
+        before_decay = end - decay
         if decay == 0 or step <= before_decay:
             return self._stable(step)
         factor = self._decay(min(1.0, (step - before_decay) / (decay + 1)))
@@ -69,14 +73,6 @@ class LRSchedule:
         """Rate of the stable phase: peak · (warmup / step)^power."""
         first = max(1, self.config.warmup_steps)
         return self.peak * (first / max(step, first)) ** self.config.power
-
-    def _decay_phase(self, step: int) -> tuple[int, int]:
-        """Number of decay steps in the cycle of a step, and the last step before they begin."""
-        config, left = self.config, self.steps - self.config.warmup_steps
-        ends = [config.warmup_steps + left * number // config.cycles for number in range(config.cycles + 1)]
-        begin, end = next((pair for pair in pairwise(ends) if step <= pair[1]), (ends[-2], ends[-1]))
-        decay = min(config.decay_steps, end - begin)
-        return decay, end - decay
 
 
 def set_lr(optimizer: "torch.optim.Optimizer", lr: float) -> None:

@@ -173,10 +173,8 @@ def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], *dims: 
         placement if sharded_dim(placement, parameter.ndim) in (*dims, ROWS - 1) else Replicate()
         for placement in parameter.placements
     ]
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    whole = {"shape": torch.Size(shape), "stride": torch.empty(tuple(shape), device="meta").stride()}
+    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, **whole)
 
 
 def local_matrices(tensor: Tensor) -> Tensor:

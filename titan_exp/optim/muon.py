@@ -73,10 +73,8 @@ class Muon(MatrixOptimizer[Config]):
             first, *others = weight.shapes
             pieces = [next(orthogonal)]
             # The scale of the first piece is applied in fp32, with the learning rate.
-            pieces += [
-                next(orthogonal) * (self.config.matrix_scale(*shape) / self.config.matrix_scale(*first))
-                for shape in others
-            ]
+            scale = self.config.matrix_scale
+            pieces += [next(orthogonal) * (scale(*shape) / scale(*first)) for shape in others]
             done[index] = weight.sharding.split(weight.join(pieces))
         return owners.scatter(done, [shard.shape for shard in shards], owner_of, shards[0])
 

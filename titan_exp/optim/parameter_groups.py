@@ -49,8 +49,11 @@ def named_parameters(
         modules = dict(part.named_modules())
         for name, parameter in part.named_parameters():
             if parameter.requires_grad or frozen:
-                module = name.rpartition(".")[0]
-                role, rows = _role(modules[module], parameter), _fused_rows(modules, name)
+                module, _, kind = name.rpartition(".")
+                around, _, child = module.rpartition(".")
+                # The module around a linear declares the layout of its rows.
+                fused: Mapping[str, FusedRows] = getattr(modules[around], "fused_rows", {})
+                role, rows = _role(modules[module], parameter), fused.get(child) if kind == "weight" else None
                 found.append(NamedParameter(name, parameter, role, rows, scales.get(name, UNSCALED)))
     return found
 
@@ -75,7 +78,8 @@ def parameter_groups(
         parameter = named.parameter
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         options = hyperparameters(named, config) | ({"role": named.role} if by_role else {})
-        groups[_is_decayed(named, config), mesh, tuple(options.items())].append(parameter)
+        is_decayed = named.role != "vector" or config.decay_vectors
+        groups[is_decayed, mesh, tuple(options.items())].append(parameter)
     return [
         {"params": group, **dict(options)}
         for (_, _, options), group in sorted(groups.items(), key=lambda item: not item[0][0])
@@ -85,7 +89,8 @@ def parameter_groups(
 def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str, Any]:
     """Options of a parameter's group: `weight_decay`, and other `lr_scale`, `betas` or `eps` than the optimizer's."""
     group, scale = config.group_of(named.name, named.role), _with_own_lr(named, config)
-    decay = config.weight_decays.get(named.role, config.weight_decay if _is_decayed(named, config) else 0.0)
+    usual = config.weight_decay if named.role != "vector" or config.decay_vectors else 0.0
+    decay = config.weight_decays.get(named.role, usual)
     factor = config.lr_scales.get(named.role, 1.0)
     options: dict[str, Any] = {}
     if group is not None:
@@ -153,18 +158,6 @@ def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterSca
         return scale
     factor = (scale.inputs * scale.outputs) ** 0.5 * base / norm
     return replace(scale, lr=scale.lr * factor, weight_decay=scale.weight_decay / factor)
-
-
-def _is_decayed(named: NamedParameter, config: OptimizerConfig) -> bool:
-    return named.role != "vector" or config.decay_vectors
-
-
-def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None:
-    """Row layout of a weight, declared by the module around its linear."""
-    linear, _, kind = name.rpartition(".")
-    around, _, child = linear.rpartition(".")
-    fused: Mapping[str, FusedRows] = getattr(modules[around], "fused_rows", {})
-    return fused.get(child) if kind == "weight" else None
 
 
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:

@@ -56,17 +56,14 @@ class Soap(MatrixOptimizer[Config]):
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Update the matrices of a group, which may be sharded over different axes of one mesh."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
-            for few in owners.rounds(self._in_turn(weights)):
+            # Owners take turns, so that all of them work in every round.
+            turns, keyed = defaultdict[int, int](int), list[tuple[int, int]]()
+            for index, weight in enumerate(weights):
+                owner = self._owner[weight.parameter]
+                keyed.append((turns[owner], index))
+                turns[owner] += 1
+            for few in owners.rounds([weights[index] for _, index in sorted(keyed)]):
                 self._update(few, owners, group)
-
-    def _in_turn(self, weights: Sequence[MatrixWeight]) -> list[MatrixWeight]:
-        """Order weights so that owners take turns and all of them work in every round."""
-        turns, keyed = defaultdict[int, int](int), list[tuple[int, int]]()
-        for index, weight in enumerate(weights):
-            owner = self._owner[weight.parameter]
-            keyed.append((turns[owner], index))
-            turns[owner] += 1
-        return [weights[index] for _, index in sorted(keyed)]
 
     def _numbers(self, weight: MatrixWeight) -> int:
         """Number of state elements of a weight."""
@@ -102,10 +99,7 @@ class Soap(MatrixOptimizer[Config]):
         pieces = weight.split(gradient)
         state = self.state[weight.parameter]
         is_first = not state
-        if is_first:
-            state["step"] = torch.tensor(0.0)
-        else:
-            state["step"] += 1
+        state["step"] = torch.tensor(0.0) if is_first else state["step"].add_(1)
         directions = []
         for name, piece in zip(names, pieces, strict=True):
             if is_first:

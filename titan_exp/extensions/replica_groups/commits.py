@@ -64,7 +64,6 @@ class GroupCommit(Commit):
     def meet(self) -> Flags | None:
         """Wait for the groups of the next step, and heal or let others heal."""
         self._join()
-        return None
 
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
@@ -114,7 +113,6 @@ class GroupCommit(Commit):
         self._join()
 
     def _join(self) -> None:
-        """Wait for the groups of the next step, and heal or let others heal."""
         trainer, groups = self._trainer, self._groups
         quorum = groups.join(trainer.step, self._position)
         while (quorum.behind or quorum.source is not None) and not self._heal(behind=quorum.source is not None):
@@ -188,15 +186,9 @@ class SemiSyncCommit(GroupCommit):
 
     def restored(self) -> None:
         """Begin a round with the state of a checkpoint and this group's own optimizer state."""
-        trainer = self._trainer
-        self._semi_sync = SemiSync(
-            self._config,
-            self._groups,
-            self._outer,
-            trainer.mesh,
-            trainer.report.reducer.reductions,
-            buffers=persistent_buffers(trainer.model.parts),
-        )
+        trainer, buffers = self._trainer, persistent_buffers(self._trainer.model.parts)
+        reductions = trainer.report.reducer.reductions
+        self._semi_sync = SemiSync(self._config, self._groups, self._outer, trainer.mesh, reductions, buffers=buffers)
         self._semi_sync.begin(trainer.step, trainer.tokens)
         if trainer.step:
             self._load_own_state()
@@ -297,9 +289,8 @@ class SemiSyncCommit(GroupCommit):
         saved = trainer.checkpointer.from_leader(path.exists())
         weights, parts = self._config.keeps_own_weights, trainer.model.parts
         if not saved or not load_own_state(path, number, parts, trainer.optimizer, weights=weights):
-            get_logger().warning(
-                "group %d begins after step %d with another group's optimizer state", number, trainer.step
-            )
+            text = "group %d begins after step %d with another group's optimizer state"
+            get_logger().warning(text, number, trainer.step)
         self._outer.after_move()
 
 

@@ -71,14 +71,13 @@ class Quorum(GroupEvent):
 
 
 class OfGroup(GroupEvent):
-    """Fields of an event of one group."""
+    """Fields of an event of one group: all others but `lighthouse started`."""
 
     group: int
     start: NotRequired[int]
 
 
 KINDS = {"quorum": Quorum, "lighthouse started": GroupEvent}
-"""Fields by event; all other events are of one group."""
 
 
 def record_event(folder: RunFolder, attempt: int, *, event: str, **fields: Any) -> None:
@@ -187,25 +186,20 @@ def summarize_groups(folder: RunFolder) -> GroupSummary | None:
         return None
     quorums = [event for event in events if event["event"] == "quorum"]
     newest = quorums[-1] if quorums else {"groups": [], "quorum": None}
-    rows = read_metrics(folder.metrics)
-    stalls = [float(stall or 0.0) for stall in rows.column("stall")]
+    stalls = [float(stall or 0.0) for stall in read_metrics(folder.metrics).column("stall")]
+    starts = {attempt.attempt: attempt.start or attempt.intent for attempt in folder.read_attempts()[1:]}
+    first: dict[int, float] = {}
+    for event in quorums:
+        first.setdefault(event["attempt"], event["time"])
+    restarts = sum(max(0.0, first[number] - start) for number, start in starts.items() if number in first)
     return GroupSummary(
         living=len(newest["groups"]),
         groups=len({event["group"] for event in events if event["event"] == "started"}),
         quorum=newest["quorum"],
         heals=sum(len(event["joined"]) for event in quorums if event["step"]),
         stall=sum(stalls),
-        restarts=_restart_seconds(folder, quorums) + _repeated_seconds(folder),
+        restarts=restarts + _repeated_seconds(folder),
     )
-
-
-def _restart_seconds(folder: RunFolder, quorums: list[dict[str, Any]]) -> float:
-    """Seconds from the starts of attempts after the first to their first quorums."""
-    starts = {attempt.attempt: attempt.start or attempt.intent for attempt in folder.read_attempts()[1:]}
-    first: dict[int, float] = {}
-    for event in quorums:
-        first.setdefault(event["attempt"], event["time"])
-    return sum(max(0.0, first[number] - start) for number, start in starts.items() if number in first)
 
 
 def _repeated_seconds(folder: RunFolder) -> float:

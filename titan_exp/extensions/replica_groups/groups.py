@@ -151,9 +151,8 @@ class ReplicaGroups:
         self.joined = [group_number(member) for member in quorum.members if member not in known_members]
         self.joined += [self.group.number] if returns else []
         if self._error is not None:
-            get_logger().warning(
-                "step %d: could not connect to the other groups (%s)", step + 1, _first_line(self._error)
-            )
+            text = "step %d: could not connect to the other groups (%s)"
+            get_logger().warning(text, step + 1, _first_line(self._error))
         return quorum
 
     def share(self, items: Sequence[T], unit: int) -> list[T]:
@@ -167,7 +166,7 @@ class ReplicaGroups:
         """Send the state after the last committed step to groups that are behind. A failure refuses the step."""
         assert self.quorum is not None
         for rank in self.quorum.behind:
-            self._attempt(lambda rank=rank: self._send(rank, progress, tensors))
+            self.send_tensors(rank, progress, tensors)
 
     def receive_state(self, prepare: Callable[[Any], Sequence[Tensor]]) -> Any:
         """Receive a living group's state into the tensors that `prepare` returns for its progress; returns the
@@ -217,8 +216,12 @@ class ReplicaGroups:
     def start_all_reduce(self, tensors: Iterable[Tensor]) -> AsyncAllReduce:
         """Start to sum tensors over the groups in the background; the tensors themselves stay unchanged. Until
         `finish_all_reduce`, the quorum does not change, and no other collective can refuse the work."""
+
+        def begin(tensor: Tensor) -> Any:
+            return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
+
         started = AsyncAllReduce()
-        self._attempt(lambda: started.start(tensors, self._begin_all_reduce))
+        self._attempt(lambda: started.start(tensors, begin))
         return started
 
     def finish_all_reduce(self, started: AsyncAllReduce) -> float:
@@ -329,9 +332,6 @@ class ReplicaGroups:
             client.first_groups.allreduce([tensor], ReduceOp.SUM).wait()
         client.process_group.broadcast(tensor, 0).wait()
 
-    def _begin_all_reduce(self, tensor: Tensor) -> Any:
-        return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
-
     def _attempt(self, operation: Any) -> None:
         """Run a collective unless one has failed in this step. Errors of this rank's device end the run."""
         if self._error is None:
@@ -383,21 +383,14 @@ Description = dict[str, Any]
 """Description, as JSON: shapes and dtypes of a rank's tensors by key, and its optimizer's values."""
 
 
-def inner_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of the inner optimizer by key, not copied, in an order that is the same in all groups."""
-    state = optimizer_state.optimizer_state_dict(parts, optimizer)
-    return {key: state[key] for key in sorted(state) if not key.endswith((f".{KEPT}", f".{MOMENTUM}"))}
-
-
 def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool) -> dict[str, Tensor]:
-    """State that differs between groups, not copied: the inner optimizer's, and swapped-out `weights`."""
-    own = inner_state(parts, optimizer)
-    if weights:
-        state = optimizer_state.optimizer_state_dict(parts, optimizer)
-        for key in sorted(state):
-            if key.endswith(f".{KEPT}"):
-                name = key.removeprefix(optimizer_state.OPTIMIZER_PREFIX).removesuffix(f".{KEPT}")
-                own[f"{MODEL_PREFIX}{name}"] = state[key]
+    """State that differs between groups, not copied and in an order that is the same in all of them: the inner
+    optimizer's, and this group's swapped-out `weights`."""
+    state, kept = optimizer_state.optimizer_state_dict(parts, optimizer), f".{KEPT}"
+    own = {key: state[key] for key in sorted(state) if not key.endswith((kept, f".{MOMENTUM}"))}
+    for key in [key for key in sorted(state) if key.endswith(kept)] if weights else ():
+        name = key.removeprefix(optimizer_state.OPTIMIZER_PREFIX).removesuffix(kept)
+        own[f"{MODEL_PREFIX}{name}"] = state[key]
     return own
 
 
@@ -418,15 +411,11 @@ def empty_state(
     parts: Sequence[nn.Module], own: Mapping[str, Tensor], group: int, description: Description
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors and values of another group's described state by checkpoint key, placed like this group's `own`."""
-    tensors, prefix = (
-        optimizer_state.empty_tensors(parts, own, _described_tensors(description)),
-        f"{GROUP_PREFIX}{group}.",
-    )
-    values = {
-        f"{prefix}{optimizer_state.VALUES_PREFIX}{key}": encode_json(value)
-        for key, value in description["values"].items()
-    }
-    return {f"{prefix}{key}": value for key, value in tensors.items()}, values
+    prefix, tensors = f"{GROUP_PREFIX}{group}.", _described_tensors(description)
+    tensors = optimizer_state.empty_tensors(parts, own, tensors)
+    values = {f"{optimizer_state.VALUES_PREFIX}{key}": value for key, value in description["values"].items()}
+    encoded = {f"{prefix}{key}": encode_json(value) for key, value in values.items()}
+    return {f"{prefix}{key}": value for key, value in tensors.items()}, encoded
 
 
 def healing_state(
@@ -466,8 +455,5 @@ def load_own_state(
 
 
 def _described_tensors(description: Description) -> dict[str, optimizer_state.SavedTensor]:
-    kinds = description["tensors"]
-    return {
-        key: optimizer_state.SavedTensor(torch.Size(shape), getattr(torch, dtype))
-        for key, (shape, dtype) in kinds.items()
-    }
+    kinds = {key: (torch.Size(shape), getattr(torch, dtype)) for key, (shape, dtype) in description["tensors"].items()}
+    return {key: optimizer_state.SavedTensor(*kind) for key, kind in kinds.items()}

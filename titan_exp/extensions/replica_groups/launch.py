@@ -109,7 +109,13 @@ class LocalReplicaGroups(Processes):
         if self._killed or self._over_since is not None:
             return not any(slot.ranks is not None for slot in self._slots)
         able = [slot for slot in self._slots if not slot.given_up]
-        if len(able) < self._cluster.min_groups or self._fleet_is_dead():
+        # If groups have trained and none of them is left, newcomers have no state to take over.
+        is_dead = (
+            any(slot.result is not None for slot in self._slots)
+            and any(event["event"] == "quorum" for event in self._events())
+            and not any(slot.ranks is not None and self._has_trained(slot) for slot in self._slots)
+        )
+        if len(able) < self._cluster.min_groups or is_dead:
             self.kill()
             return True
         for slot in able:
@@ -157,7 +163,8 @@ class LocalReplicaGroups(Processes):
             slot.failed_starts += 1
             self._record("not started", group=slot.number, reason=error.strerror or str(error))
             if slot.failed_starts > MAX_RESTARTS:
-                self._give_up(slot)
+                slot.given_up = True
+                self._record("given up", group=slot.number)
 
     def _end(self, slot: _Slot) -> None:
         """Record the end of a group's ranks, and decide whether to restart it."""
@@ -172,20 +179,8 @@ class LocalReplicaGroups(Processes):
         # A user's error would come again, and a hang usually does.
         final = result.exit_code in (UserError.exit_code, HUNG) or slot.failed_starts > MAX_RESTARTS
         if result.state == "failed" and final:
-            self._give_up(slot)
-        slot.given_up = slot.given_up or result.state != "failed"
-
-    def _give_up(self, slot: _Slot) -> None:
-        """Leave a group out for the rest of the attempt."""
-        slot.given_up = True
-        self._record("given up", group=slot.number)
-
-    def _fleet_is_dead(self) -> bool:
-        """True if groups have trained and none of them is left, because newcomers have no state to take over."""
-        if all(slot.result is None for slot in self._slots):
-            return False
-        trained = any(event["event"] == "quorum" for event in self._events())
-        return trained and not any(slot.ranks is not None and self._has_trained(slot) for slot in self._slots)
+            self._record("given up", group=slot.number)
+        slot.given_up = slot.given_up or final or result.state != "failed"
 
     def _has_trained(self, slot: _Slot) -> bool:
         """True if the group's newest start was in a quorum."""

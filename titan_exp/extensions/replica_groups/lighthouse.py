@@ -82,7 +82,9 @@ class Lighthouse:
     """Lighthouse of a run; if it fails, it is restarted at the same address."""
 
     def __init__(self, cluster: "GroupedCluster", folder: RunFolder, log: Path) -> None:
-        self._address = f"{HOST}:{_free_port()}"
+        with contextlib.closing(socket.socket()) as probe:  # a free port
+            probe.bind((HOST, 0))
+            self._address = f"{HOST}:{probe.getsockname()[1]}"
         self._words = [str(folder.path), self._address, str(cluster.min_groups), str(cluster.group_heartbeat_seconds)]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,9 +102,8 @@ class Lighthouse:
 
     def poll(self) -> bool:
         """Start the process if none is running; returns True if it did."""
-        if (self._process is not None and self._process.poll() is None) or (
-            time.monotonic() - self._started < RESTART_SECONDS
-        ):
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running or time.monotonic() - self._started < RESTART_SECONDS:
             return False
         command = [sys.executable, "-m", "titan_exp.extensions.replica_groups.lighthouse", *self._words]
         with self._log.open("ab") as log:
@@ -165,15 +166,12 @@ class Candidate:
         patience = self._cluster.group_heartbeat_seconds if newest else 0.0
         if newest and address is None:
             patience += START_SECONDS
-        if now - self._silent_since >= patience + self._stagger and self._claim(newest + 1):
+        if now - self._silent_since >= patience + self._stagger:
+            try:
+                (self._logs / f"lighthouse-{newest + 1:04d}").touch(exist_ok=False)
+            except FileExistsError:  # claimed by another agent
+                return True
             self._serve(newest + 1)
-        return True
-
-    def _claim(self, generation: int) -> bool:
-        try:
-            (self._logs / f"lighthouse-{generation:04d}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
         return True
 
     def _serve(self, generation: int) -> None:
@@ -214,12 +212,6 @@ def main(arguments: Sequence[str]) -> int:
         time.sleep(RESTART_SECONDS)
     server.shutdown()
     return 0
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -23,10 +23,7 @@ class OuterOptimizer:
     synchronization. `fragments` has the fragment of each parameter; by default all are in one."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        config: SemiSyncConfig,
-        fragments: Mapping[Tensor, int] | None = None,
+        self, optimizer: torch.optim.Optimizer, config: SemiSyncConfig, fragments: Mapping[Tensor, int] | None = None
     ) -> None:
         self._optimizer, self._fragments = optimizer, fragments
         self._lr, self._momentum, self._nesterov = config.outer
@@ -239,17 +236,13 @@ class AsyncAllReduce:
 
 def _flat(bucket: Sequence[Tensor], *, read: bool = True) -> Tensor:
     """Flat host memory for a bucket; with `read`, a finished copy of it."""
-    flat = _host_memory(bucket)
+    pinned = any(tensor.device.type == "cuda" for tensor in bucket)
+    flat = torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, pin_memory=pinned)
     if read:
         for tensor, part in zip(bucket, _parts(flat, [tensor.shape for tensor in bucket]), strict=True):
             part.copy_(tensor, non_blocking=True)
         _wait_for_copies(bucket)
     return flat
-
-
-def _host_memory(bucket: Sequence[Tensor]) -> Tensor:
-    pinned = any(tensor.device.type == "cuda" for tensor in bucket)
-    return torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, pin_memory=pinned)
 
 
 def _wait_for_copies(bucket: Sequence[Tensor]) -> None:

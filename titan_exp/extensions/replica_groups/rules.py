@@ -208,14 +208,6 @@ def batch_is_divided_among_groups(
             return
 
 
-def _has_groups(cluster: "GroupedCluster") -> bool:
-    return cluster.replica_groups > 1
-
-
-def _enabled(semi_sync: SemiSyncConfig) -> bool:
-    return semi_sync.enabled
-
-
 RULES = (
     *rules(
         Refuse(
@@ -254,7 +246,7 @@ RULES = (
         ),
         timeouts_nest,
         model_is_described,
-        when=_has_groups,
+        when=lambda cluster: cluster.replica_groups > 1,
     ),
     *rules(semi_synchronous_training_has_its_own_keys),
     *rules(
@@ -286,10 +278,10 @@ RULES = (
         ),
         fragments_and_delay_fit,
         every_fragment_has_a_block,
-        when=_enabled,
+        when=lambda semi_sync: semi_sync.enabled,
     ),
 )
 LAYOUT_RULES = (
-    *rules(every_group_has_work, every_group_has_gpus, when=_has_groups),
-    *rules(batch_is_divided_among_groups, when=_enabled),
+    *rules(every_group_has_work, every_group_has_gpus, when=lambda cluster: cluster.replica_groups > 1),
+    *rules(batch_is_divided_among_groups, when=lambda semi_sync: semi_sync.enabled),
 )

@@ -168,8 +168,8 @@ class SemiSync:
         """Start to sum a fragment's pseudo-gradients over the groups, or start again if the sum was refused."""
         if self._fragment is None:
             number = self._config.sent_fragment(step)
-            if number is None:  # this group healed while the fragment was in flight
-                number = self._config.applied_fragment(step)
+            # This group may have healed while the fragment was in flight.
+            number = self._config.applied_fragment(step) if number is None else number
             assert number is not None
             self._fragment = FragmentInFlight(number, moved=self._healed_after != step)
         fragment = self._fragment
@@ -255,9 +255,8 @@ class SemiSync:
             states[number] = {**tensors, **values}
             return _local(tensors)
 
-        arrived = [
-            groups.receive_tensors(rank, partial(prepare, number)) for rank, number in enumerate(groups.numbers) if rank
-        ]
+        others = [*enumerate(groups.numbers)][1:]
+        arrived = [groups.receive_tensors(rank, partial(prepare, number)) for rank, number in others]
         everywhere = torch.tensor([int(there) for there in arrived])
         if arrived:
             dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.cpu_group)
@@ -276,7 +275,9 @@ class SemiSync:
             tokens, column, row.total = tokens * trained, column + 2, total
             alive = bool(trained.any())  # else all that trained it are dead, and one has sent its numbers before
             for name in row.values:
-                values, kind = table[:, column], self._reduction(name)
+                values, kind = table[:, column], self._reductions.get(name, "mean")
+                if is_of_experts(name):  # each group's metrics cover its share of the batch
+                    kind = "sum" if name.startswith(LOAD) else "mean"
                 column += 1
                 if not alive:
                     continue
@@ -293,11 +294,6 @@ class SemiSync:
             if row.row is not None:
                 logged = {name: value for name, value in row.values.items() if not is_of_experts(name)}
                 row.row |= {**logged, "tokens": self.tokens + row.total}
-
-    def _reduction(self, name: str) -> Reduction:
-        if is_of_experts(name):  # each group's metrics cover its share of the batch
-            return "sum" if name.startswith(LOAD) else "mean"
-        return self._reductions.get(name, "mean")
 
     def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)
@@ -326,7 +322,11 @@ class LargestSynchronization:
 
     def send(self) -> None:
         """Copy the pseudo-gradients as for an all-reduce, after a step of the inner optimizer."""
-        number = max(range(self._config.fragments), key=self._numbers)
+        sizes = [
+            sum(local_tensor(parameter).numel() for parameter in self._outer.parameters(fragment))
+            for fragment in range(self._config.fragments)
+        ]
+        number = sizes.index(max(sizes))
         self._fragment = FragmentInFlight(number, moved=True, sum=AsyncAllReduce())
         assert self._fragment.sum is not None
         self._fragment.sum.start(self._fragment.gradients(self._outer, delayed=self._config.delay > 0), lambda _: None)
@@ -346,9 +346,6 @@ class LargestSynchronization:
             others = [empty_state(self._parts, own, group, description)[0] for group in range(1, self._config.groups)]
             for state in others:
                 exchange([local_tensor(value) for value in state.values()], lambda _: None, write_back=True)
-
-    def _numbers(self, fragment: int) -> int:
-        return sum(local_tensor(parameter).numel() for parameter in self._outer.parameters(fragment))
 
 
 def _local(state: Mapping[str, Tensor]) -> list[Tensor]:

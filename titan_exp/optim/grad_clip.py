@@ -1,9 +1,6 @@
 """Gradient norms, and gradient clipping by the global norm, by value, by the norms of parameter groups, or by AdaGC.
-Every layout clips as one device does.
-
-Squared norms are summed per mesh and placement and reduced over the axes that shard them, so parameters may live on any
-mixture of meshes. A replicated tensor counts once.
-"""
+Every layout clips as one device does. Squared norms are summed per mesh and placement and reduced over the axes that
+shard them, so parameters may live on any mixture of meshes. A replicated tensor counts once."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +25,7 @@ AVERAGE_NORM = "average_grad_norm"
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm of all gradients of the model, an fp32 scalar equal on every rank. `parameters` are this rank's, without
-    copies of tied weights, which another pipeline stage counts."""
+    """L2 norm of the model's gradients, fp32, equal on every rank, from this rank's without copies of tied ones."""
     gradients, device = list[Tensor](), torch.device("cpu")
     for parameter in parameters:
         device = parameter.device
@@ -123,8 +119,7 @@ def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
 
 
 class NormClipper:
-    """Clips gradients only by their global norm, which an optimizer may do inside its step; without `max_norm`, never.
-    `parameters` are all parameters of this rank."""
+    """Clips gradients only by their global norm, perhaps inside the optimizer's step; without `max_norm`, never."""
 
     in_place = False
     """True if gradients must have the dtype of their parameters."""
@@ -258,11 +253,9 @@ class GradientClipper:
 
 class AdaGC:
     """Adaptive gradient clipping (Wang et al. 2025, arXiv 2502.11034): every parameter has a threshold from its average
-    gradient norm, which is infinite until it has a gradient.
-
-    A parameter is a whole tensor, such as a fused projection or a stack of experts. Its average norm is a scalar in its
-    optimizer state, so checkpoints of any layout hold it by name.
-    """
+    gradient norm, which is infinite until it has a gradient. A parameter is a whole tensor, such as a fused projection
+    or a stack of experts. Its average norm is a scalar in its optimizer state, so checkpoints of any layout hold it by
+    name."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], config: GradClipConfig) -> None:
         self._optimizer, self._parameters, self._config = optimizer, list(parameters), config

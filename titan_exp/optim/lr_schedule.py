@@ -1,7 +1,5 @@
-"""Learning-rate schedule: linear warmup, a stable phase, decay to a floor; once or in cycles.
-
-It is a pure function of the step, so it has no state to checkpoint, and a changed configuration takes effect on resume.
-"""
+"""Learning-rate schedule: linear warmup, a stable phase, decay to a floor; once or in cycles. It is a pure function of
+the step, so it has no state to checkpoint, and a changed configuration takes effect on resume."""
 
 import math
 from collections.abc import Callable
@@ -54,8 +52,7 @@ class LRSchedule:
         self._decay = _decay(config)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of a step, counted from 1. It peaks exactly at `warmup_steps`. The floor would be reached one
-        step after the last, so that every step trains."""
+        """Learning rate of a step, counted from 1, with its peak at `warmup_steps`. The floor follows the last step."""
         config, left = self.config, self.steps - self.config.warmup_steps
         if step < config.warmup_steps:
             return self.peak * step / config.warmup_steps

@@ -165,8 +165,7 @@ def sharded_dim(placement: Placement, dims: int) -> int | None:
 
 
 def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], *dims: int) -> Tensor:
-    """Make a state of this shape from this rank's part. It is sharded like the parameter over axes that shard a stack
-    or one of `dims`, and replicated over the others."""
+    """Make a state of this shape from this rank's part. It is sharded like it by stack and `dims`."""
     if not isinstance(parameter, DTensor):
         return local
     placements = [
@@ -226,8 +225,7 @@ class MatrixWeight:
         return len(local_matrices(self.parameter)) * self.sharding.rows * self.sharding.columns
 
     def split(self, weights: Tensor) -> list[Tensor]:
-        """Split weights [..., rows, columns] into a stack of matrices [..., matrices, rows, columns] per piece; without
-        pieces, into one stack of the weights themselves."""
+        """Split weights [..., rows, columns] into a stack [..., matrices, rows, columns] per piece, or into one."""
         if self.rows is None:
             return [weights.unsqueeze(-3)]
         leading, columns = weights.shape[:-2], weights.shape[-1]
@@ -293,8 +291,7 @@ class OwnerGroup:
             yield few
 
     def gather(self, shards: Sequence[Tensor], owners: Sequence[int]) -> dict[int, Tensor]:
-        """Gather the shards of the matrices that this rank owns, from every rank [*axes, *shard], by index. Each
-        matrix's shards have equal shapes on all ranks."""
+        """Gather the equal shards of the matrices that this rank owns, from every rank [*axes, *shard], by index."""
         held = dict(enumerate(shards))
         for place in reversed(range(len(self._axes))):
             axis = self._axes[place]

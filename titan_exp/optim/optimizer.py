@@ -83,8 +83,7 @@ class ScalesGradients(Protocol):
 @runtime_checkable
 class UpdatesComputeWeights(Protocol):
     """Optimizer whose `step` takes gradients in the compute dtype and writes the compute weights. Other optimizers get
-    gradients in the dtype of their parameters. It also scales gradients itself (`set_grad_scale`), since clipping them
-    in place would round them."""
+    gradients in the dtype of their parameters. It also scales gradients itself."""
 
     def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
         """Set the compute weight of each parameter that has one, with the parameter's strides."""
@@ -102,5 +101,4 @@ class HasGradientPoint(Protocol):
     """Optimizer whose `step` starts at the gradient's point and ends at the averaged weights."""
 
     def to_gradient_point(self) -> None:
-        """Move the parameters from the averaged weights to the point where the next gradients are computed. The caller
-        then refreshes the copies of the weights."""
+        """Move the parameters from the averaged weights to the point of the next gradients; the caller refreshes."""

@@ -18,13 +18,10 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """Schedule-free AdamW for plain tensors and DTensors, parameter by parameter. No messages.
-
-    Between steps the parameters are the averaged weights x, so evaluations, checkpoints and exports use them without
-    switching. `to_gradient_point` moves them to y = x + (1 - beta1) · (z - x) before the passes of a step, and `step`
-    moves them on to the next x. State: z and the second moment, sharded like the parameter; x is recovered from y and
-    z.
-    """
+    """Schedule-free AdamW for plain tensors and DTensors, parameter by parameter. No messages. Between steps the
+    parameters are the averaged weights x, so evaluations, checkpoints and exports use them without switching.
+    `to_gradient_point` moves them to y = x + (1 - beta1) · (z - x) before the passes of a step, and `step` moves them
+    on to the next x. State: z and the second moment, sharded like the parameter; x is recovered from y and z."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: Sequence[float], eps: float, averaging_power: float

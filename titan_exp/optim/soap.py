@@ -192,12 +192,9 @@ def initial_basis(covariance: Tensor) -> Tensor:
 
 def iterated_basis(covariance: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Improve a basis by one step of power iteration; also returns the order of the former columns by falling Rayleigh
-    quotient.
-
-    The covariance is shifted by its rounding error, so directions below it keep their place instead of following noise,
-    and columns whose quotients differ by less keep their order. The signs of columns are arbitrary, since an update in
-    the basis does not depend on them.
-    """
+    quotient. The covariance is shifted by its rounding error, so directions below it keep their place instead of
+    following noise, and columns whose quotients differ by less keep their order. The signs of columns are arbitrary,
+    since an update in the basis does not depend on them."""
     power = covariance @ basis
     quotients = (basis * power).sum(-2)
     shift = torch.finfo(covariance.dtype).eps * covariance.shape[-1] * quotients.amax(-1)

@@ -1,7 +1,5 @@
-"""Weight averaging: exponential moving average (Polyak and Juditsky 1992), or mean over the last steps.
-
-The average is fp32 optimizer state of each parameter, so it is sharded, saved, resharded and planned like any other.
-"""
+"""Weight averaging: exponential moving average (Polyak and Juditsky 1992), or mean over the last steps. The average is
+fp32 optimizer state of each parameter, so it is sharded, saved, resharded and planned like any other."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

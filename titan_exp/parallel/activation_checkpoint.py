@@ -40,12 +40,10 @@ LEAST_BUDGET = 1e-9
 def apply_activation_checkpointing(
     model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True, compiled: bool = False
 ) -> None:
-    """Make blocks keep the configured activations and recompute the rest in backward, in place.
-
-    Only `forward` is replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks
-    draw no random numbers, so that no random state need be restored; `compiled` says that a compiler will partition the
-    blocks. Raises UserError if an operator to keep does not exist.
-    """
+    """Make blocks keep the configured activations and recompute the rest in backward, in place. Only `forward` is
+    replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks draw no random
+    numbers, so that no random state need be restored; `compiled` says that a compiler will partition the blocks. Raises
+    UserError if an operator to keep does not exist."""
     blocks = list(iter_blocks(model))
     match config.mode:
         case "none":
@@ -81,8 +79,7 @@ def apply_activation_checkpointing(
 
 def needs_compiler(config: ActivationCheckpointConfig, model: nn.Module, *, compiled: bool) -> bool:
     """True if the compiler must see the recomputation, because it chooses among a block's operators. In blocks with
-    experts every mode chooses, because the choice of experts and the exchange of tokens are never repeated, and
-    compiled graphs may write to memory that is saved outside of them."""
+    experts every mode does: routing is never repeated, and graphs may write to memory saved outside."""
     return config.mode == "selective" or (config.mode != "none" and compiled and bool(mixtures(model)))
 
 
@@ -92,9 +89,8 @@ def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
 
 
 def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: bool) -> None:
-    """Recompute whole blocks except for the choice of experts and the exchange of tokens; `compiled` blocks also keep
-    attention. A compiled graph would keep a random state to recompute it, which torch 2.13 confuses with experts'
-    meshes."""
+    """Recompute whole blocks except routing; `compiled` ones keep attention, too, whose random state torch 2.13 would
+    confuse with experts' meshes."""
     in_graph = functools.partial(_selective_contexts, _routing_operators(), attention=True)
     for block in blocks:
         outside = {"context_fn": routing_cache} if mixtures(block) else {}
@@ -218,8 +214,7 @@ def _neighbours(name: str) -> Iterator[str]:
 
 def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | None = None) -> None:
     """Compile each block's forward in place; parameter names stay. `options` are inductor's. Elementwise operators and
-    norms are recomputed in backward even where a matmul reads their result: the kernel of their own backward reads the
-    same inputs and can write it."""
+    norms are recomputed even where a matmul reads them: the kernel of their own backward can write them."""
     # Inductor reads this when it partitions a graph into forward and backward, at its first call.
     functorch_config.ban_recompute_materialized_backward = False
     # Ranks receive another number of rows for their experts in each pass.
@@ -248,8 +243,7 @@ _CODE: dict[CodeType, dict[Shapes, CodeType]] = {}
 
 def _own_code(forward: Callable[..., Any], shapes: Shapes) -> Callable[..., Any]:
     """Return the same forward with a code object for blocks of these shapes. Dynamo counts recompilations, and finds
-    sizes that change, by code object. Blocks of more than a few shapes would exceed its limit, and under FSDP their
-    numbers of heads would become symbols."""
+    sizes that change, by code object. More than a few shapes would exceed its limit, or make sizes symbols."""
     if not isinstance(forward, MethodType):
         wrapped = forward
 

@@ -135,8 +135,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def use_symmetric_memory() -> None:
-    """Have torch allocate symmetric memory through NVSHMEM; call it before any is allocated. Raises UserError if this
-    machine or this build of torch has no NVSHMEM."""
+    """Have torch allocate symmetric memory through NVSHMEM, before any is. Raises UserError without NVSHMEM."""
     from torch.distributed import _symmetric_memory as memory
 
     if not (hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d_offset") and memory.is_nvshmem_available()):
@@ -192,8 +191,7 @@ def expert_ends(placement: Int64[Tensor, "2 pieces"], ranks: int) -> Int32[Tenso
 
 @torch.library.custom_op("titan_exp::symmetric_dispatch", mutates_args=())
 def symmetric_dispatch(rows: Tensor, splits: Tensor, room: int, group: str) -> tuple[Tensor, Tensor]:
-    """Send rows sorted by expert, `splits[e]` of them to expert e. Returns the rows for this rank's experts, followed
-    by zeros up to `room`, and their placement (see `expert_ends`)."""
+    """Send rows sorted by expert, `splits[e]` of them to expert e. Returns rows, zeros up to `room`, and placement."""
     ranks = group_named(group).size()
     sent, counts, found, placement = _BUFFERS.of("dispatch", rows, room, (splits.shape[0],), group)
     sent.copy_(rows)
@@ -389,8 +387,7 @@ class ExpertParallelDispatch:
     def _over_channels(
         self, tokens: Tensor, routing: Routing, experts: Experts, compute: Callable[[Tensor, Routing, Experts], Tensor]
     ) -> Tensor:
-        """Outputs for this rank's tokens from experts whose channels are spread over ranks. `routing` has the weights
-        of this rank's tokens and the choices of all tokens."""
+        """Outputs for this rank's tokens; `routing` has the weights of these and the choices of all ranks' tokens."""
         if self.channels is None:
             return compute(tokens, routing, experts)
         gathered = Routing(routing.experts, self.channels.gather(routing.weights))
@@ -400,8 +397,7 @@ class ExpertParallelDispatch:
 def apply_expert_parallel(
     model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, symmetric_memory: bool = False
 ) -> None:
-    """Shard experts and replace the dispatch of tokens, in place; parameter names stay. Does nothing if experts are
-    sharded over the same ranks as other weights."""
+    """Shard experts and replace their dispatch in place, unless they are sharded like other weights; names stay."""
     axes = mesh.experts
     if axes is None:
         return

@@ -1,8 +1,6 @@
-"""Data parallelism by FSDP2's `fully_shard`; HSDP and DDP are the same call on other meshes.
-
-Gradients are summed over data ranks, never averaged: the loss is already divided by the tokens of the global batch. DDP
-is HSDP with unsharded parameters.
-"""
+"""Data parallelism by FSDP2's `fully_shard`; HSDP and DDP are the same call on other meshes. Gradients are summed over
+data ranks, never averaged: the loss is already divided by the tokens of the global batch. DDP is HSDP with unsharded
+parameters."""
 
 import itertools
 from collections import Counter
@@ -416,16 +414,14 @@ def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | Non
 
 
 def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
-    """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and does not divide evenly. torch assigns the wrong rows
-    to shards of a dim that two axes shard unevenly."""
+    """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and unevenly: torch would shard it wrongly."""
     if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
         return None
     return None if parameter.shape[0] % (parameter.device_mesh.size() * degree) == 0 else Shard(1)
 
 
 def _prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
-    """Prefetch several blocks in forward and backward. By default, FSDP2 prefetches the previous group, which may be a
-    module of the same block if a block has `fp32_modules`."""
+    """Prefetch blocks; by default FSDP2 prefetches the previous group, perhaps an fp32 module of the same block."""
     groups = [_groups(block) for block in blocks]
     if ahead == 1 and all(len(of_block) == 1 for of_block in groups):
         return

@@ -1,9 +1,7 @@
 """Device mesh with the axes of `config.layout.axes.AXES`, and collectives: process groups, functional collectives that
-the compiler can trace, all-to-all, and partial sums. Unused axes have size 1, so no code asks which are in use.
-
-Meshes cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the axes
-that FSDP shards over are folded into one, `fsdp`; parameters of experts live on `experts`, with the axes `EXPERT_AXES`.
-"""
+the compiler can trace, all-to-all, and partial sums. Unused axes have size 1, so no code asks which are in use. Meshes
+cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the axes that
+FSDP shards over are folded into one, `fsdp`; parameters of experts live on `experts`, with the axes `EXPERT_AXES`."""
 
 import functools
 import socket
@@ -131,12 +129,10 @@ _PENDING: dict[int, tuple[Callable[[], Any], Tensor]] = {}
 
 @torch.library.custom_op("titan_exp::start_count_exchange", mutates_args=())
 def start_count_exchange(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Start to send `counts[r]` of int64 [degree, n] to rank r; `finish_count_exchange` must take both results.
-
-    The first result holds the received counts by rank, the second the sums [2, degree] of the counts sent to and
-    received from each rank. The sums are on the CPU, because NCCL takes numbers of rows from the host. On CUDA the
-    exchange has its own stream, so that the host waits for it alone, not for kernels queued later.
-    """
+    """Start to send `counts[r]` of int64 [degree, n] to rank r; `finish_count_exchange` must take both results. The
+    first result holds the received counts by rank, the second the sums [2, degree] of the counts sent to and received
+    from each rank. The sums are on the CPU, because NCCL takes numbers of rows from the host. On CUDA the exchange has
+    its own stream, so that the host waits for it alone, not for kernels queued later."""
     received, sums = _empty_counts(counts, group)
     if isinstance(counts, FakeTensor):
         dist.all_to_all_single(received, counts.contiguous(), group=group_named(group))

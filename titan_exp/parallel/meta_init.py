@@ -1,7 +1,5 @@
-"""Models on the meta device: requirements of a layout on their modules, and shards of their initial weights.
-
-Built-in families meet them; your model may not, and a missing part would be ignored or fail in training.
-"""
+"""Models on the meta device: requirements of a layout on their modules, and shards of their initial weights. Built-in
+families meet them; your model may not, and a missing part would be ignored or fail in training."""
 
 import inspect
 from collections import defaultdict
@@ -90,8 +88,7 @@ def init_weights(
 def init_buffers(
     places: Mapping[str, BufferPlace], unfilled: Collection[BufferPlace], build: Callable[[], nn.Module], seed: int
 ) -> None:
-    """Fill the `unfilled` ones of a model's own buffers from a whole model built on the CPU under the seed. `places`
-    were taken before the model was sharded."""
+    """Fill `unfilled` buffers from a whole model built on the CPU under the seed; `places` are of before sharding."""
     if names := [name for name, place in places.items() if place in unfilled]:
         whole = _build_whole(build, seed)
         for name in names:
@@ -261,8 +258,7 @@ def _blocks(
 
 
 def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Check that tied weights have one precision and one FSDP group: each block is a group, and everything else
-    together. A block that several layers share is one group."""
+    """Check that tied weights have one precision and one FSDP group: a block, or everything else together."""
     shards = layout.world_size > 1 or layout.parallelism.cpu_offload
     groups: dict[nn.Parameter, dict[str, str]] = {}
     named = (

@@ -163,12 +163,10 @@ def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
 
 
 def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step]:
-    """Steps of one rank: its actions, with the P2P operations between them.
-
-    All ranks derive their steps from one global order of actions, sorted by when each ends if communication is free. A
-    transfer follows the action that produces its tensor, on both sides. So any two ranks meet in the same order, as
-    NCCL requires, and cannot deadlock.
-    """
+    """Steps of one rank: its actions, with the P2P operations between them. All ranks derive their steps from one
+    global order of actions, sorted by when each ends if communication is free. A transfer follows the action that
+    produces its tensor, on both sides. So any two ranks meet in the same order, as NCCL requires, and cannot
+    deadlock."""
     steps: list[Step] = []
     for action, _ in sorted(timeline(schedule).end.items(), key=lambda item: (item[1], item[0])):
         source = placement[action.stage]

@@ -45,8 +45,7 @@ NODES_LIVE_ALONE = torch.__version__ >= "2.13"
 
 
 class BackwardSplit:
-    """Split backward pass of one micro-batch through one stage: input gradient first, weight gradients later.
-    `parameters` are the stage's names and weights."""
+    """Split backward pass of a micro-batch through one stage: input gradient first, weight gradients later."""
 
     def __init__(self, output: Tensor, input: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         named = {get_gradient_edge(weight).node: (name, weight) for name, weight in parameters if weight.requires_grad}
@@ -215,8 +214,7 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Accumulate weight gradients; returns the gradient of the input, None for the first stage. `gradient` is the
-        output's gradient; None for the last stage."""
+        """Accumulate weight gradients from the output's (None: last stage); returns the input's (None: first stage)."""
         kept = self._passes.pop(microbatch)
         assert kept.output is not None, "its backward pass is not split"
         torch.autograd.backward((kept.output,), (gradient,) if gradient is not None else None)

@@ -36,12 +36,10 @@ class ClippableAttention(Protocol):
 
 
 class QKClip:
-    """Limits the logits of every head to `limit`, judged by the largest logit in the step's global batch.
-
-    `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. Attention
-    modules give the factor of each row by `clip_factors`; without any such module, UserError is raised. A step costs
-    one all-reduce of a number per head and layer.
-    """
+    """Limits the logits of every head to `limit`, judged by the largest logit in the step's global batch. `model` is
+    the whole model, so that all ranks know all layers; `parts` are the modules of this rank. Attention modules give the
+    factor of each row by `clip_factors`; without any such module, UserError is raised. A step costs one all-reduce of a
+    number per head and layer."""
 
     def __init__(self, model: nn.Module, parts: list[nn.Module], limit: float, mesh: Mesh) -> None:
         self._limit, self._device = limit, mesh.device
@@ -64,8 +62,7 @@ class QKClip:
 
     @property
     def largest(self) -> list[Tensor]:
-        """Largest logits of the step so far, by layer of this rank; the same rank of each other world raises them, in
-        place, to the maximum over all worlds."""
+        """Largest logits of the step so far, by layer of this rank; worlds raise them in place to their maximum."""
         return [self._tracked(module).largest for module in self._own.values()]
 
     @torch.no_grad()

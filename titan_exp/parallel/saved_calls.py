@@ -233,8 +233,7 @@ class SavedCalls:
 
 
 def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[TracedCall, ...]:
-    """Trace a block's forward pass on fake tensors and leave no trace of it in the module. Raises UserError if an
-    operator of the block cannot be traced."""
+    """Trace a block's forward pass on fake tensors, unseen by the module. Raises UserError if it cannot be traced."""
     for module in block.modules():
         # Nested FSDP units (training.fp32_modules) are gathered once per step, here a little earlier.
         if module is not block and isinstance(module, FSDPModule):

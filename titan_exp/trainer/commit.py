@@ -55,8 +55,7 @@ class Commit:
         """Called once the initial state is loaded."""
 
     def meet(self) -> Flags | None:
-        """Wait for the other worlds before a step. Returns flags if the worlds must first agree on the present step,
-        which the caller then logs and saves; else None."""
+        """Wait for the other worlds before a step. Returns flags if the present step must first be logged and saved."""
         return None
 
     def divide(

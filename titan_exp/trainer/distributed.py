@@ -53,12 +53,9 @@ def joined(config: ClusterConfig) -> Iterator[torch.device]:
 @contextmanager
 def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     """Join the default process group in the `with` block, with `timeout` for its collectives. After an error, a rank
-    with peers stays in the group, and its process must end.
-
-    Reads `RANK` and `WORLD_SIZE` (default: a single process), and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on
-    one machine, else `MASTER_ADDR` and `MASTER_PORT`. Raises RanksMissing if not all ranks joined within `JOIN_LIMIT`,
-    NetworkBroken if NCCL cannot connect their devices.
-    """
+    with peers stays in the group, and its process must end. Reads `RANK` and `WORLD_SIZE` (default: a single process),
+    and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on one machine, else `MASTER_ADDR` and `MASTER_PORT`. Raises
+    RanksMissing if not all ranks joined within `JOIN_LIMIT`, NetworkBroken if NCCL cannot connect their devices."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     file = os.environ.get("TITAN_EXP_RENDEZVOUS")
     # Gloo beside NCCL: flags and counts go over the CPU and never wait for the device.
@@ -79,12 +76,9 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
 
 def check_network(device: torch.device, backend: str) -> None:
     """Connect all ranks eagerly by a communicator bound to their devices, all-reduce a number, and free the
-    communicator.
-
-    The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis of both
-    meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the other.
-    Raises NetworkBroken if connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`.
-    """
+    communicator. The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis
+    of both meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the
+    other. Raises NetworkBroken if connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`."""
     rank, world, cause = dist.get_rank(), dist.get_world_size(), None
     try:
         bound = device if device.type != "cpu" else None
@@ -138,8 +132,7 @@ def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
 
 
 def require_usable_cuda() -> None:
-    """Check that a machine where torch finds no CUDA device really has neither a GPU nor a driver. Raises UserError if
-    it has one, and `cluster.device=auto` would fall back to the CPU."""
+    """Raise UserError if this machine has a GPU or a driver, and `cluster.device=auto` would fall back to the CPU."""
     found = devices.cuda_facts().found
     if found is None:
         return

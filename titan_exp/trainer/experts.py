@@ -15,9 +15,8 @@ from titan_exp.trainer.objective import Reduction
 
 
 class ExpertLoad:
-    """Reduces the token counts of all layers in one message, and hands each router its own. `model` is the whole model,
-    so that all ranks know all layers; `parts` are the modules of this rank. `sequences` are those of the first
-    batch."""
+    """Reduces the token counts of all layers in one message, and hands each router its own. `model` is whole; `parts`
+    are this rank's; `sequences` are those of the first batch."""
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], sequences: int, mesh: Mesh) -> None:
         self._sizes = {name: module.moe.experts for name, module in routers_of(model)}

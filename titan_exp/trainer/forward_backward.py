@@ -37,9 +37,8 @@ def shard_batch(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
 
 
 class Model(ABC):
-    """A parallel model with its objective, as `train_step` and evaluation use it. `weights` are copies of the
-    parameters in the compute dtype, refreshed after every change of the parameters; `parts` are the modules on this
-    rank, one per pipeline stage, whose parameters keep their names in the whole model."""
+    """A parallel model with its objective, as `train_step` and evaluation use it. `weights` are copies of parameters in
+    the compute dtype; `parts` are this rank's modules, one per pipeline stage, with full names."""
 
     eval_microbatches = 1
     """Micro-batches per call of `loss_sum` for the fastest evaluation."""
@@ -293,8 +292,7 @@ class GraphedModel(EagerModel):
         self._addresses: list[int] = []
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Run micro-batches in order; once a pass has been captured, each is a replay. Raises UserError if the
-        optimizer has moved weights to other addresses."""
+        """Run micro-batches in order, once captured as replays. Raises UserError if weights have moved."""
         with self.weights.training():
             self._restore_gradients()
             if self._recording is not None and self._current_addresses() != self._addresses:

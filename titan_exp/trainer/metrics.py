@@ -127,8 +127,7 @@ class MetricReducer:
             module.reset_metrics()  # type: ignore[operator]  # a method, not a submodule
 
     def reduce(self, metrics: Mapping[str, Tensor], own: Sequence[float]) -> tuple[dict[str, float], list[list[float]]]:
-        """Reduce the metrics of a step; all ranks call it. `metrics` are this rank's share, from `StepResult`. The
-        numbers `own` of every rank are returned as rows."""
+        """Reduce this rank's share `metrics` of a step, and gather every rank's `own` numbers; all ranks call it."""
         values = self._on_cpu(metrics)
         sums = [name for name, reduction in self.reductions.items() if reduction != "max"] + [*self._counts.values()]
         maxima = [name for name, reduction in self.reductions.items() if reduction == "max"]
@@ -317,8 +316,7 @@ class Report:
     def share(
         self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
     ) -> Row:
-        """Reduce the metrics of a step over this world; all ranks call it. Expert metrics are left out: `expert_row`
-        makes them from the values and `expert_counts`."""
+        """Reduce a step's metrics over this world, without those of experts (`expert_row`); all ranks call it."""
         own = dataclasses.astuple(self.times.take())
         reported, rows = self.reducer.reduce(result.metrics, own)
         times = [OwnTimes(*row) for row in rows]

@@ -37,12 +37,10 @@ class Loss(NamedTuple):
 
 
 class Objective(Protocol):
-    """Training objective, such as `LanguageModeling`. It defines the kind of batch that it trains on.
-
-    Optional members: `prepare(batch, seed)` draws the random numbers of a CPU batch of whole rows, keyed by sample;
+    """Training objective, such as `LanguageModeling`. It defines the kind of batch that it trains on. Optional members:
+    `prepare(batch, seed)` draws the random numbers of a CPU batch of whole rows, keyed by sample;
     `prepare_evaluation(batch)` does so for evaluation; `bind(spec)` returns the objective of a model; `has_perplexity`,
-    False if exp(loss) means nothing.
-    """
+    False if exp(loss) means nothing."""
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
@@ -108,8 +106,7 @@ def token_counts(objective: Objective, batch: MicroBatch) -> list[int]:
 
 
 def loss_divisors(tokens: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Numbers of tokens, at least 1, as fp32 scalars on the device. Division by a Python number multiplies by its
-    rounded reciprocal on CUDA, and a CUDA graph would capture it."""
+    """Numbers of tokens, at least 1, as fp32 scalars on the device: CUDA divides by Python numbers inexactly."""
     return [torch.full((), max(count, 1), dtype=torch.float32, device=device) for count in tokens]
 
 
@@ -146,8 +143,8 @@ class LanguageModeling:
         return objective if compile_backend is None else objective.compiled(compile_backend)
 
     def compiled(self, backend: str) -> Self:
-        """Return the same objective with compiled loss functions. Shapes are static, with one graph per chunk length,
-        because a dynamic graph would slow full chunks down."""
+        """Return the same objective with compiled loss functions: a graph per chunk length, as dynamic ones are
+        slow."""
         compile_ = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
         return replace(self, loss_sum=compile_(self.loss_sum), chunk_functions=self.chunk_functions.compiled(compile_))
 
@@ -192,12 +189,10 @@ class LanguageModeling:
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-    """Multi-token prediction (MTP): adds the losses of the model's MTP modules to a main objective.
-
-    The objective is main + weight / depth * (sum of the modules' means), every mean over the tokens that its module
-    predicts in the global batch. The logged loss is the main one. Batches without `further`, as in evaluation, do not
-    run the modules.
-    """
+    """Multi-token prediction (MTP): adds the losses of the model's MTP modules to a main objective. The objective is
+    main + weight / depth * (sum of the modules' means), every mean over the tokens that its module predicts in the
+    global batch. The logged loss is the main one. Batches without `further`, as in evaluation, do not run the
+    modules."""
 
     main: LanguageModeling
     depth: int

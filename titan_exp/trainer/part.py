@@ -279,8 +279,7 @@ class Parts:
         return any(part.due(step, last=last) for part in self._having("due") if part.phase <= Phase.DECIDE)
 
     def after(self, phase: Phase, step: Step, pause: Pause) -> None:
-        """Call `after` of the parts up to DECIDE if `phase` is OBSERVE, else of the parts in that phase. Numbers wait
-        for `take_numbers`; a part that is due works in a `pause`."""
+        """Call `after` of the parts in a phase (ACT with OBSERVE), in a `pause` if due; keep their numbers."""
         for part in self._having("after"):
             if part.phase == phase or (part.phase, phase) == (Phase.ACT, Phase.OBSERVE):
                 due = part.due(step.step, last=step.last)

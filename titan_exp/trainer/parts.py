@@ -114,8 +114,7 @@ def _evaluation(experiment: Experiment, state: TrainState, layout: ResolvedLayou
 
 
 def build_part(label: str, config: PartConfig) -> Part:
-    """Build one of your parts. Raises UserError if its class cannot be imported, is no `Part`, or takes other
-    options."""
+    """Build one of your parts. Raises UserError if its class cannot be imported, or is no `Part`."""
     key = f"training.parts.{label}"
     kind = import_callable(config.name, f"{key}.name", Call((), (), f"{key}.options", config.options))
     reason = remedy = ""

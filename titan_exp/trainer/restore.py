@@ -80,9 +80,8 @@ def load_parent_state(
     cache: Path,
     lineage: Lineage | None,
 ) -> tuple[RestoredState, Lineage]:
-    """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer. `lineage` is the one that an
-    earlier start recorded, whose step is loaded again; `keeps` is as in `load_state`. Raises UserError if there is no
-    such checkpoint, or it is damaged, holds weights only, or does not fit."""
+    """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer. `lineage` is an earlier
+    start's, whose step is loaded again. Raises UserError if there is no whole checkpoint that fits."""
     config = experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
     location = parent_location(config.continue_from, Path(experiment.paths.runs).expanduser().absolute())
@@ -139,8 +138,7 @@ PARTS, ENDED = "parts", "ended"
 
 
 def restore_state(trainer: "Trainer", commit: Commit) -> None:
-    """Load weights, optimizer, data position and progress; all ranks call it. Raises UserError if a checkpoint is
-    damaged, or training cannot continue from it."""
+    """Load weights, optimizer, data position and progress on all ranks. Raises UserError if that cannot be."""
     step = trainer.checkpointer.latest() if commit.restores else None
     if commit.takes_over():
         trainer.state.built.init_weights()  # they will be replaced by those of a living world
@@ -245,8 +243,7 @@ def load_source(
     parts: bool = False,
 ) -> nn.Module:
     """Build the model of a source and read its weights tensor by tensor, or this rank's shards. `divide` shards the
-    model on the meta device and returns the rows of those sharded parameters that are not DTensors. `documents` and
-    `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out."""
+    model and returns the rows of sharded plain parameters. Modules of multi-token prediction are left out."""
     how: dict[str, Any] = {"documents": documents, "dtype": dtype, "divide": divide, "parts": parts}
     build, read = _building(source, device, seq_len=seq_len, **how)
     with torch.device("meta"):

@@ -91,9 +91,8 @@ def _row(named: NamedParameter, config: OptimizerConfig) -> tuple[str, ...]:
 
 
 class BuiltModel:
-    """The parallel model on this rank, with the whole model's parameter count and FLOPs. `fake_mode` as in `assemble`.
-    Parameters have memory but no values until `init_weights` or a checkpoint fills them. Raises UserError if an import
-    path cannot be imported, or a named module does not exist."""
+    """The parallel model on this rank, with the whole model's parameter count and FLOPs. Parameters have memory but no
+    values until `init_weights` or a checkpoint fills them. Raises UserError as `assemble` does."""
 
     def __init__(
         self,

@@ -36,9 +36,8 @@ def train_step(
     lr: float,
     commit: "Commit | None" = None,
 ) -> StepResult:
-    """Train on one global batch; `batches` are this rank's CPU micro-batches of it. `tokens` are its predicted tokens,
-    then those of each further prediction; `parts` act before and after the update. If `commit` raises, weights and
-    optimizer are as before the step."""
+    """Train on one global batch; `batches` are this rank's CPU micro-batches of it. `tokens` are as of `token_counts`.
+    If `commit` raises, weights and optimizer are as before the step."""
     model, optimizer = state.model, state.optimizer
     if state.gradient_point is not None:
         state.gradient_point.to_gradient_point()

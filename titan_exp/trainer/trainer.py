@@ -61,9 +61,8 @@ class Trainer:
         self.checkpointer = Checkpointer(config, folder.checkpoints, remote=remote, prepare=self.commit.restores)
 
     def restore(self) -> None:
-        """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
-        `checkpoint.continue_from`, the weights of `checkpoint.initial`, or initialized weights. Raises UserError if a
-        checkpoint is damaged, or training cannot continue from it."""
+        """Load the newest checkpoint of the run and open the report. Without one, a run begins with
+        `checkpoint.continue_from`, `checkpoint.initial`, or new weights. Raises UserError if that cannot be."""
         with ExitStack() as stack:
             stack.callback(self.parts.close)
             restore_state(self, self.commit)

@@ -200,8 +200,7 @@ def evaluate_sources(
     model: Model, sources: Mapping[str, Iterable[MicroBatch]], mesh: Mesh, token_bytes: np.ndarray | None = None
 ) -> dict[str, float | int]:
     """Validation metrics: `validation_loss` over all sources, and for a mixture `validation_loss/NAME` of each source.
-    `sources` are this data rank's shares of splits. With the bytes of each token [vocab], metrics have bits per
-    byte."""
+    `sources` are this data rank's shares of splits. With `token_bytes` [vocab], also bits per byte."""
     found = {name: evaluate(model, batches, mesh, token_bytes) for name, batches in sources.items()}
     results = [*found.values()]
     tokens, text_bytes = sum(each.tokens for each in results), sum(each.text_bytes for each in results)

@@ -1,9 +1,7 @@
-"""Agent of a replica group in a SLURM job: a child of the group's rank 0 that ends together with it.
-
-`python -m titan_exp.extensions.replica_groups.agents RUN_FOLDER ATTEMPT LOGS NUMBER PORT PORT` forwards to the
-lighthouse, serves it if no other group does, and tells other groups that this one lives. It prints its ports; a port of
-0 asks for a free one.
-"""
+"""Agent of a replica group in a SLURM job: a child of the group's rank 0 that ends together with it. `python -m
+titan_exp.extensions.replica_groups.agents RUN_FOLDER ATTEMPT LOGS NUMBER PORT PORT` forwards to the lighthouse, serves
+it if no other group does, and tells other groups that this one lives. It prints its ports; a port of 0 asks for a free
+one."""
 
 import contextlib
 import os

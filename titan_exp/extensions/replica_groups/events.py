@@ -1,7 +1,5 @@
-"""groups.jsonl: starts and ends of replica groups and of the lighthouse, and the quorums between them.
-
-Its readers are the replay of a history, the summary in tables, and the console.
-"""
+"""groups.jsonl: starts and ends of replica groups and of the lighthouse, and the quorums between them. Its readers are
+the replay of a history, the summary in tables, and the console."""
 
 import contextlib
 import json
@@ -43,8 +41,7 @@ class ReplicaGroup(World):
 
 
 def replica_id(group: ReplicaGroup, joined: float) -> str:
-    """Name in quorums of a group that first joined at a Unix time. Names sort by that time, so the oldest living group
-    comes first in every quorum, and no name is given twice."""
+    """Name in quorums of a group that first joined at a Unix time. They sort by age, and none is given twice."""
     return f"{int(joined * 1e6):018d}-{group.start}-{group.number}"
 
 

@@ -1,9 +1,6 @@
 """Replica groups: the living groups divide the sequences of a step, sum their gradients, and commit the step or repeat
-it.
-
-The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step; with a
-pipeline, it takes passes.
-"""
+it. The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step;
+with a pipeline, it takes passes."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -201,8 +198,7 @@ class ReplicaGroups:
         self.all_reduce([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> float:
-        """Sum tensors over the groups, in place; returns the bytes that this rank has sent. A failure leaves them
-        undefined and refuses the work that they are for."""
+        """Sum tensors over the groups, in place; returns the bytes sent. A failure refuses their work."""
         sent = 0.0
 
         def reduce(flat: Tensor) -> None:
@@ -225,8 +221,7 @@ class ReplicaGroups:
         return started
 
     def finish_all_reduce(self, started: AsyncAllReduce) -> float:
-        """Wait for a started all-reduce; returns the bytes that this rank has sent. A failure leaves the sums undefined
-        and refuses the work that they are for."""
+        """Wait for a started all-reduce; returns the bytes sent. A failure refuses the work that it is for."""
         self._lost_since = time.monotonic()
         self._attempt(started.wait)
         return ring_bytes(started.summed_bytes, self.size)
@@ -384,8 +379,7 @@ Description = dict[str, Any]
 
 
 def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool) -> dict[str, Tensor]:
-    """State that differs between groups, not copied and in an order that is the same in all of them: the inner
-    optimizer's, and this group's swapped-out `weights`."""
+    """State that differs between groups, not copied, in one order: the inner optimizer's, and swapped-out `weights`."""
     state, kept = optimizer_state.optimizer_state_dict(parts, optimizer), f".{KEPT}"
     own = {key: state[key] for key in sorted(state) if not key.endswith((kept, f".{MOMENTUM}"))}
     for key in [key for key in sorted(state) if key.endswith(kept)] if weights else ():
@@ -421,8 +415,7 @@ def empty_state(
 def healing_state(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, description: Description | None = None
 ) -> dict[str, Tensor]:
-    """A rank's whole state by key, not copied, in an order that is the same in all groups. A group that heals first
-    gives its optimizer's state the form of the sender's `description`."""
+    """A rank's whole state by key, not copied, in one order, after the optimizer's took the form of a `description`."""
     if description is not None:
         tensors = _described_tensors(description)
         saved = {key: tensor for key, tensor in tensors.items() if key.startswith(optimizer_state.OPTIMIZER_PREFIX)}
@@ -434,8 +427,7 @@ def healing_state(
 def load_own_state(
     path: Path, group: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool
 ) -> bool:
-    """Load a group's state, saved in any layout, into its optimizer, and its own `weights` into the model; False if the
-    checkpoint has no state of that group."""
+    """Load a group's optimizer state and own `weights`, saved in any layout; False if the checkpoint has none."""
     prefix = "" if read_progress(path).get(WRITER) == group else f"{GROUP_PREFIX}{group}."
     shapes = tensor_shapes(path)
     if not any(key.startswith(f"{prefix}{optimizer_state.OPTIMIZER_PREFIX}") for key in shapes):

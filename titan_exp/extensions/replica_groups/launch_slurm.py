@@ -1,8 +1,6 @@
-"""Replica groups as tasks of one SLURM array: start, life and end of a group that has its own job.
-
-`python -m titan_exp.extensions.replica_groups.launch_slurm leave RUN_FOLDER` decides about a group that SLURM is about
-to end, and `... epilogue RUN_FOLDER JOB CODE` is the epilogue of its batch script.
-"""
+"""Replica groups as tasks of one SLURM array: start, life and end of a group that has its own job. `python -m
+titan_exp.extensions.replica_groups.launch_slurm leave RUN_FOLDER` decides about a group that SLURM is about to end, and
+`... epilogue RUN_FOLDER JOB CODE` is the epilogue of its batch script."""
 
 import contextlib
 import os
@@ -45,8 +43,7 @@ AWAY = "stays away"
 
 
 def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
-    """Join the run's attempt as a rank of group `number`; returns the folder as its ranks see it, and the rank. Raises
-    UserError if the attempt is over, or the run was restarted."""
+    """Join the attempt as a rank of group `number`; returns folder and rank. Raises UserError if it is over."""
     if rank.rank == 0:
         with groups_lock(folder):
             event = _open_start(folder, rank, number)

@@ -1,9 +1,6 @@
 """Lighthouse: torchft's server that knows the living replica groups. It is a child of the launcher or of an elected
-agent.
-
-`python -m titan_exp.extensions.replica_groups.lighthouse RUN_FOLDER ADDRESS MIN_GROUPS HEARTBEAT_SECONDS` serves until
-the launcher on this machine ends it. If the launcher is killed, it stays while the ranks save.
-"""
+agent. `python -m titan_exp.extensions.replica_groups.lighthouse RUN_FOLDER ADDRESS MIN_GROUPS HEARTBEAT_SECONDS` serves
+until the launcher on this machine ends it. If the launcher is killed, it stays while the ranks save."""
 
 import contextlib
 import importlib.metadata
@@ -67,8 +64,7 @@ def torchft_extension() -> Any:
 
 
 def lighthouse_server(bind: str, *, min_groups: int, heartbeat: float) -> Any:
-    """Start a server at an address; `heartbeat` is the silence in seconds after which a group counts as dead. Raises
-    RuntimeError if the address cannot be bound."""
+    """Start a server at an address; after `heartbeat` seconds of silence a group counts as dead."""
     return torchft_extension().LighthouseServer(
         bind=bind,
         min_replicas=min_groups,
@@ -136,11 +132,9 @@ def lighthouse_address(logs: Path) -> tuple[str, int] | None:
 
 class Candidate:
     """One agent's part in the election of the lighthouse; when the lighthouse is silent, another agent takes over.
-    `on_start()` is called once this agent's lighthouse serves.
-
-    Generations are files in the attempt's log folder. Exclusive creation gives each to one agent, even on network
-    disks, and a lighthouse ends when it sees a newer generation. So no separate job must queue for the next lighthouse.
-    """
+    `on_start()` is called once this agent's lighthouse serves. Generations are files in the attempt's log folder.
+    Exclusive creation gives each to one agent, even on network disks, and a lighthouse ends when it sees a newer
+    generation. So no separate job must queue for the next lighthouse."""
 
     def __init__(self, logs: Path, number: int, cluster: "GroupedCluster", on_start: Callable[[], None]) -> None:
         self._logs, self._cluster, self._on_start = logs, cluster, on_start

@@ -181,8 +181,7 @@ def ring_bytes(size: float, groups: int) -> float:
 def exchange(
     tensors: Sequence[Tensor], operation: Callable[[Tensor], object], *, read: bool = True, write_back: bool
 ) -> None:
-    """Call `operation` on flat copies of the tensors, bucket by bucket, and copy the results back if `write_back`.
-    Without `read`, the copies are uninitialized."""
+    """Call `operation` on flat buckets of the tensors, copied there if `read` and back if `write_back`."""
     for bucket in _buckets(tensors):
         flat = _flat(bucket, read=read)
         operation(flat)

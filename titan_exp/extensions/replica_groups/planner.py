@@ -1,8 +1,5 @@
 """Replica groups in the planner: sums over the groups, synchronizations of semi-synchronous training, and its
-checkpoints.
-
-torch is imported only once a step has been traced.
-"""
+checkpoints. torch is imported only once a step has been traced."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,8 +69,7 @@ class GroupExchange(Exchange):
         return 1 + momentum + self.config.groups * (state - 1 - momentum + self.config.keeps_own_weights)
 
     def seconds(self, weights: float, device: Device, step: float) -> float:
-        """Seconds of sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
-        synchronization minus the steps that train meanwhile."""
+        """Seconds of sums by TCP and host memory: of gradients, or of a synchronization minus the steps meanwhile."""
         from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
         from titan_exp.plan.roofline import message_seconds
 
@@ -90,8 +86,7 @@ class GroupExchange(Exchange):
         return fragments * max(0.0, seconds - delay * step) / interval
 
     def beside(self, state: "TrainState", parts: "Iterable[Part]") -> Sequence[Beside]:
-        """Work of the largest synchronization: a fragment in flight, its outer step, and a checkpoint. The trainer's
-        own code runs; messages between groups are not traced."""
+        """Work of the largest synchronization: a fragment in flight, its outer step, and a checkpoint; no messages."""
         from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
         from titan_exp.extensions.replica_groups.semi_sync import LargestSynchronization
 

@@ -1,8 +1,6 @@
-"""Quorum of replica groups: torchft's lighthouse, a manager server per group, a process group between equal ranks.
-
-We do not use torchft's `Manager`: it swallows errors of collectives, compares quorums by a number that a restarted
-lighthouse reuses, heals by unpickling an HTTP server's data, and takes seconds to import.
-"""
+"""Quorum of replica groups: torchft's lighthouse, a manager server per group, a process group between equal ranks. We
+do not use torchft's `Manager`: it swallows errors of collectives, compares quorums by a number that a restarted
+lighthouse reuses, heals by unpickling an HTTP server's data, and takes seconds to import."""
 
 import socket
 import time
@@ -105,8 +103,7 @@ class QuorumClient:
         self._history = None if cluster.group_history is None else GroupHistory(cluster.group_history)
 
     def ask(self, step: int) -> tuple[Quorum, Exception | None]:
-        """Wait for a quorum, as a group that has committed `step`. Also returns the error if the members could not be
-        connected; the step must then be refused."""
+        """Wait for a quorum after `step`; also returns the error of connecting, for which the step must be refused."""
         began = time.monotonic()
         answer = self._request(step)
         members = tuple(answer.replica_ids)

@@ -177,8 +177,7 @@ class SemiSync:
         fragment.sum = self._groups.start_all_reduce(gradients)
 
     def apply(self, step: int) -> Agreement | None:
-        """Step the outer optimizer after a step, with the fragment in flight. Returns None if the fragment must be sent
-        again; this group's weights are then untouched."""
+        """Step the outer optimizer with the fragment in flight; None, with no change, if it must be sent again."""
         fragment, groups = self._fragment, self._groups
         assert fragment is not None
         assert fragment.sum is not None

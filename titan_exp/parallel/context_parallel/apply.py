@@ -33,9 +33,8 @@ def gather_sequence(part: Tensor, mesh: Mesh) -> Tensor:
 
 
 class UlyssesAttention(nn.Module):
-    """Ulysses attention: replaces `CausalAttention`, with the same arguments for this rank's part of the sequence.
-    `core` attends over the joint sequence of the ranks in `group`, whose size must divide query heads and key-value
-    heads."""
+    """Ulysses attention: replaces `CausalAttention`, for this rank's part of the sequence. `core` attends over the
+    joint sequence of `group`, whose size must divide query and key-value heads."""
 
     def __init__(self, core: CausalAttention | ContextAttention, group: dist.ProcessGroup) -> None:
         super().__init__()

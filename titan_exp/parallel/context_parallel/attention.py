@@ -200,8 +200,7 @@ class ContextAttention(nn.Module):
         seq: int = 0,
         device: torch.device | None = None,
     ) -> ContextMask | None:
-        """Build the argument `mask` of `forward` from this rank's part of `seq` tokens; None for causal attention.
-        `positions` are given if they restart within the sequence."""
+        """Build the `mask` of `forward` for this rank's `seq` tokens, with restarting `positions`; None if causal."""
         ranks = group_named(self.group)
         part = seq if documents is None else documents.shape[1]
         pattern, index = self.pattern.within(part * ranks.size()), None

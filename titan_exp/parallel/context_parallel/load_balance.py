@@ -1,9 +1,6 @@
-"""Context-parallel sequence sharding with head-tail (zigzag) load balancing.
-
-Later tokens attend to more keys, so contiguous parts are unequal work. Of 2 · degree pieces, rank r takes the r-th from
-the head and the r-th from the tail. Windows and chunks bend this linear growth: there we cut the sequence, and divide
-every segment head-tail.
-"""
+"""Context-parallel sequence sharding with head-tail (zigzag) load balancing. Later tokens attend to more keys, so
+contiguous parts are unequal work. Of 2 · degree pieces, rank r takes the r-th from the head and the r-th from the tail.
+Windows and chunks bend this linear growth: there we cut the sequence, and divide every segment head-tail."""
 
 import itertools
 from collections.abc import Collection, Sequence

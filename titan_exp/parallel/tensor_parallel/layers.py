@@ -1,8 +1,5 @@
-"""Sharded layers that replace a block's linears, embedding and head.
-
-Weights are DTensors over the tp axis, so that checkpoints and FSDP know the whole shape; the computation uses their
-local tensors.
-"""
+"""Sharded layers that replace a block's linears, embedding and head. Weights are DTensors over the tp axis, so that
+checkpoints and FSDP know the whole shape; the computation uses their local tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +25,7 @@ class TensorParallelGroup:
     sequence: bool
     """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
     by_sequence: bool = True
-    """True if a rank's part is a part of each sequence; False if it is consecutive tokens of all sequences, which are
-    gathered and scattered without copies."""
+    """True if a rank has a part of each sequence; else consecutive tokens of all, exchanged without copies."""
     float8_as_bytes: bool = False
     """True if float8 is sent as bytes, as gloo needs. NCCL takes float8, whose gather the compiler can fuse."""
 
@@ -60,8 +56,7 @@ class TensorParallelGroup:
 
     def rms_norm(self, part: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute RMSNorm in fp32 over the features of all ranks; `part` [..., features] and `weight` [features] belong
-        to this rank. Ranks may share features if all ranks have equally many, and each feature is on equally many
-        ranks."""
+        to this rank. Ranks may share features evenly."""
         return _RMSNorm.apply(part, weight, eps, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_result(self, x: Tensor) -> Tensor:
@@ -192,8 +187,7 @@ class _SplitInputs(torch.autograd.Function):
 
 class ColumnParallelLinear(nn.Module):
     """Column-parallel linear layer: maps whole tokens to this rank's outputs. Weight and bias are sharded by rows, or
-    whole with `rows` and `bias_rows`, the slices that this rank uses. `gathers` is False if the input has been
-    gathered. `whole_outputs` is the number of outputs of all ranks, if each rank gathers them all."""
+    whole with `rows` and `bias_rows`, this rank's slices. `whole_outputs` counts all ranks' outputs, if gathered."""
 
     def __init__(
         self,
@@ -263,8 +257,8 @@ class GatheredTokens(RegionModule):
 
 class RowParallelLinear(nn.Module):
     """Row-parallel linear layer: maps this rank's inputs to whole tokens; the weight is sharded by columns. The bias is
-    whole and added once, to the sum. With sequence parallelism it is added to this rank's tokens only, so its gradient
-    is partial. `splits_input` says that the input is whole."""
+    whole and added to the sum. With sequence parallelism its gradient is partial. `splits_input` says that the input is
+    whole."""
 
     def __init__(
         self,
@@ -322,8 +316,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """LM head whose weight holds this rank's vocabulary rows; None if tied to the embedding. `vocabulary` is the number
-    of gathered logits; None keeps them sharded for loss parallelism."""
+    """LM head with this rank's vocabulary rows, None if tied; `vocabulary` logits are gathered, None keeps shards."""
 
     parameter_role = "head"
 

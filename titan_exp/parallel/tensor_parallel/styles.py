@@ -1,8 +1,6 @@
-"""Handlers of tensor-parallel styles, which change a module, its parameters, its input and its output.
-
-A style is plain data in a spec (`models/spec/tp_plan.py`); a new style is a class there, or beside the spec that uses
-it, and an entry here.
-"""
+"""Handlers of tensor-parallel styles, which change a module, its parameters, its input and its output. A style is plain
+data in a spec (`models/spec/tp_plan.py`); a new style is a class there, or beside the spec that uses it, and an entry
+here."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -84,8 +82,7 @@ class Ranks:
 
     def divided_vector(self, vector: nn.Parameter, units: int | None = None) -> tuple[nn.Parameter, slice | None]:
         """This rank's shard of a whole vector, or the whole vector and the rows that this rank uses. FSDP cannot shard
-        unevenly what is already sharded, and a vector has no other dim. If there are fewer `units` than ranks, several
-        ranks share each unit."""
+        it unevenly again. Of fewer `units` than ranks, several ranks share each."""
         degree, rank = self.region.degree, self.region.rank
         if units is not None and units < degree:
             rank, degree = rank * units // degree, units
@@ -310,9 +307,8 @@ MODULES: dict[type[tp_plan.TPStyle], Handler] = {
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
-    """Replace linears, embedding and head by their sharded versions, in place; parameter names stay. Does nothing if
-    the tp axis has size 1. Sequence parallelism splits each sequence if the model's `spec` asks for it, or if the model
-    has no spec."""
+    """Replace linears, embedding and head by their sharded versions, in place; parameter names stay. Sequence
+    parallelism splits each sequence unless the model's `spec` allows otherwise."""
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return
@@ -369,8 +365,7 @@ def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
 
 @torch.no_grad()
 def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Sum gradients over tensor-parallel ranks for replicated parameters that each rank used only in part. Called once
-    per optimizer step after the last backward pass; sends one message."""
+    """Sum gradients of replicated parameters that tensor-parallel ranks used in part, once a step, in one message."""
     if mesh.tp_group is None:
         return
     gradients = [

@@ -1,9 +1,7 @@
-"""Module metric: an observer of forward passes that `tracking.metrics` switches on, wherever it fits a model.
-
-A built-in metric is a file of this folder with a class of the same name (`max_logit`, `MaxLogit`); yours is a class,
+"""Module metric: an observer of forward passes that `tracking.metrics` switches on, wherever it fits a model. A
+built-in metric is a file of this folder with a class of the same name (`max_logit`, `MaxLogit`); yours is a class,
 given by its import path. It reports like any module (see `MetricReducer`), so rows, sinks, `status` and `compare` know
-its numbers.
-"""
+its numbers."""
 
 import math
 from abc import ABC, abstractmethod
@@ -75,8 +73,7 @@ class ModuleMetric(nn.Module, ABC):
 
 
 def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[ModuleMetric]]:
-    """Metrics of a run. Raises UserError if one cannot be imported, is no `ModuleMetric`, observes no module of the
-    model, cannot be compiled, or has the name of another."""
+    """Metrics of a run. Raises UserError for one that cannot be imported or compiled, or does not fit the model."""
     kinds, found, config = dict[str, Any](), list[Violation](), experiment.compile
     for path in experiment.tracking.metrics:
         own = "".join(word.capitalize() for word in path.split("_"))

@@ -1,7 +1,5 @@
-"""Profile of a window of steps with torch's profiler: a trace file per rank, and a summary of its time shares.
-
-On CUDA it is the time of kernels on the device's streams, on a CPU the self time of operators.
-"""
+"""Profile of a window of steps with torch's profiler: a trace file per rank, and a summary of its time shares. On CUDA
+it is the time of kernels on the device's streams, on a CPU the self time of operators."""
 
 import json
 import re

@@ -61,8 +61,7 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
 
 
 def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
-    """Virtual shards that several data-parallel ranks read, if there are any, and the shard counts with which each
-    shard has one reader. Data tokenized in advance has none."""
+    """Virtual shards of streamed text that several data-parallel ranks read, and counts with one reader each."""
     shards, ranks = data.virtual_shards, layout.dp_degree
     readers = ranks // gcd(shards, ranks)
     if readers > 1 and (data.streaming or data.source not in sources()):

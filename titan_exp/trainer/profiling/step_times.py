@@ -1,9 +1,7 @@
-"""Times of a rank: steps without waiting for others, the first compilation, and unexpected recompilations.
-
-Ranks wait for each other in every step, so wall time is the same on all of them. We measure times that other ranks
-cannot lengthen: data loading, processor time of the main thread (the computation on a CPU, kernel launches with a GPU),
-and a small matmul on the device.
-"""
+"""Times of a rank: steps without waiting for others, the first compilation, and unexpected recompilations. Ranks wait
+for each other in every step, so wall time is the same on all of them. We measure times that other ranks cannot
+lengthen: data loading, processor time of the main thread (the computation on a CPU, kernel launches with a GPU), and a
+small matmul on the device."""
 
 import contextlib
 import os

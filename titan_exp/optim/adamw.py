@@ -185,7 +185,6 @@ class LowPrecisionAdamW(GroupOptimizer):
                 _require_whole_blocks(parameter, precision)
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the parameters one by one."""
         for parameter in parameters:
             self._update(parameter, group)
 

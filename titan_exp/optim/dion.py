@@ -42,7 +42,6 @@ class Dion(MatrixOptimizer[Config]):
     """
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the matrices one by one."""
         for parameter in parameters:
             self._update(parameter, group)
 

@@ -28,7 +28,6 @@ class Lion(GroupOptimizer):
         self._dtype = dtype
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the parameters one by one."""
         for parameter in parameters:
             state, (share, decay) = self.state[parameter], group["betas"]
             if not state:

@@ -50,7 +50,6 @@ class MatrixOptimizer(GroupOptimizer, Generic[C]):
         """Update the matrices of a group that have gradients."""
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update a group of matrices, or a group of other parameters."""
         (self.update_matrices if group["matrices"] else self._update_others)(parameters, group)
 
     def _update_others(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:

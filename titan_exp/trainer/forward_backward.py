@@ -129,7 +129,6 @@ class EagerModel(Model):
         return sums.values
 
     def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Run micro-batches forward in order."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         with self.weights.in_use():
             for batch in batches:
@@ -138,7 +137,6 @@ class EagerModel(Model):
 
     @torch.no_grad()
     def outputs(self, batch: MicroBatch) -> Tensor:
-        """Run one micro-batch of any number of rows."""
         with self.weights.in_use():
             return whole_outputs(self._module, batch, self._mesh)
 

@@ -37,18 +37,15 @@ class GarbageCollection(Part):
         self._every = every
 
     def begin(self, run: Run) -> None:
-        """Disable automatic collection."""
         gc.disable()
         gc.collect(1)
 
     def after(self, step: Step) -> None:
-        """Collect if a collection is due."""
         if step.step % self._every == 0:
             # Generation 1 is cheap, and garbage of a training loop is young.
             gc.collect(1)
 
     def close(self) -> None:
-        """Enable automatic collection again."""
         gc.enable()
 
 
@@ -143,11 +140,9 @@ class FiniteLoss(Part):
     isolated = False  # it reads numbers
 
     def begin(self, run: Run) -> None:
-        """Look up what the error names."""
         self._experiment, self._folder = run.experiment, run.folder
 
     def after(self, step: Step) -> None:
-        """Raise Diverged."""
         for row in step.rows:
             loss, grad_norm = row.values["loss"], row.values["grad_norm"]
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -185,7 +180,6 @@ class Export(Part):
         self._state = state
 
     def begin(self, run: Run) -> None:
-        """Get the report, which says whether this world exports."""
         self._report = run.report
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -193,12 +187,10 @@ class Export(Part):
         return self._exporter.due(step) and not last
 
     def after(self, step: Step) -> None:
-        """Export if due."""
         if self._report.writes and self.due(step.step, last=step.last):
             self._exporter.write(step.step, self._state.model.parts)
 
     def finish(self, step: Step) -> None:
-        """Export the last weights."""
         if step.last and not self._exporter.write(step.step, self._state.model.parts):
             raise UserError(
                 f"We could not export the weights after step {step.step} (the log says why). Free disk space and start "

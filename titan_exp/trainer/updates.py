@@ -45,11 +45,9 @@ class LogitClipping(Acting):
 
     @property
     def maxima(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """Largest logits of the step, by layer."""
         return self._clip.largest
 
     def on_update(self, update: Update) -> None:
-        """Scale the query and key weights."""
         self._clip.clip()
 
 
@@ -67,7 +65,6 @@ class ClippingState(Acting):
         return self._clipper.state()
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Continue from the averages in the optimizer's state."""
         self._clipper.restore(state, step)
 
     def on_update(self, update: Update) -> None:
@@ -94,7 +91,6 @@ class Averaging(Acting):
             get_logger().warning(shorter)
 
     def on_update(self, update: Update) -> None:
-        """Add the weights after this step to the average."""
         self._average.update(update.step)
 
 
@@ -112,19 +108,15 @@ class Routing(Acting):
 
     @property
     def sums(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """Token counts and losses of experts in the step."""
         return self._load.step_sums
 
     def before(self, step: int) -> None:
-        """Tell routers the size of the next batch."""
         self._load.set_sequences(self._training.batch_size_at(step) // self.shares)
 
     def on_update(self, update: Update) -> None:
-        """Update the biases from the token counts of the step."""
         self._load.update()
 
     def refused(self, step: int) -> None:
-        """Forget the token counts of a step that is repeated."""
         self._load.discard()
 
 

@@ -164,7 +164,6 @@ class LifeSign(Server):
         super().__init__("0.0.0.0", port)
 
     def handle(self, connection: socket.socket) -> None:
-        """Send the name."""
         connection.sendall(self._name.encode())
 
 

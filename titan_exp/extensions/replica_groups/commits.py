@@ -62,7 +62,6 @@ class GroupCommit(Commit):
         return not self.restores and bool(trainer.checkpointer.from_leader(known_step(trainer.folder)))
 
     def meet(self) -> Flags | None:
-        """Wait for the groups of the next step, and heal or let others heal."""
         self._join()
 
     def divide(
@@ -91,7 +90,6 @@ class GroupCommit(Commit):
         return sums
 
     def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
-        """Rows of the committed steps, which also have numbers of the groups."""
         rows = super().rows(numbers, due=due)
         for row in rows:
             if row.row is not None:
@@ -109,7 +107,6 @@ class GroupCommit(Commit):
         return True
 
     def leave(self) -> None:
-        """Meet the groups that wait for the end of training."""
         self._join()
 
     def _join(self) -> None:
@@ -233,7 +230,6 @@ class SemiSyncCommit(GroupCommit):
         self._semi_sync.collect_states(self._trainer.model.parts, self._trainer.optimizer)
 
     def resume(self, flags: Flags) -> None:
-        """Continue training with this group's own weights."""
         if self._trainer.is_over:
             return
         self._semi_sync.states = {}  # the save has copies of them
@@ -241,7 +237,6 @@ class SemiSyncCommit(GroupCommit):
             self._use_agreed_weights(False)
 
     def progress(self) -> dict[str, Any]:
-        """Progress: the group that writes, and the round."""
         return {WRITER: self._groups.group.number, "semi_sync": self._semi_sync.progress()}
 
     def _synchronize(self) -> Flags | None:

@@ -37,7 +37,6 @@ class GroupLaunch(Worlds):
     )
 
     def supervise(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> Processes:
-        """Supervise all groups and one lighthouse."""
         return LocalReplicaGroups(layout, folder, attempt)
 
     def join(self, folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
@@ -47,7 +46,6 @@ class GroupLaunch(Worlds):
         return join_group(folder, rank, number)
 
     def summarize(self, folder: RunFolder) -> events.GroupSummary | None:
-        """Summary of the events in groups.jsonl."""
         return events.summarize_groups(folder)
 
 
@@ -124,11 +122,9 @@ class LocalReplicaGroups(Processes):
         return False
 
     def news(self) -> Iterator[str]:
-        """Lines of new events."""
         return self._lines.lines()
 
     def kill(self) -> None:
-        """Kill all ranks of all groups."""
         self._killed = True
         for slot in self._slots:
             if slot.ranks is not None:
@@ -137,7 +133,6 @@ class LocalReplicaGroups(Processes):
                 slot.ranks = None
 
     def close(self) -> None:
-        """Kill remaining ranks and the lighthouse."""
         self.kill()
         self._lighthouse.close()
 

@@ -145,11 +145,9 @@ class OuterSteps(Acting):
         self.outer = outer
 
     def on_gradients(self, update: Update) -> None:
-        """Keep the weights before the first step."""
         self.outer.before_inner_step()
 
     def on_update(self, update: Update) -> None:
-        """Allocate the outer state after the first step."""
         self.outer.after_inner_step()
 
 

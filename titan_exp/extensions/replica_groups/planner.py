@@ -45,7 +45,6 @@ class GroupExchange(Exchange):
 
     @property
     def title(self) -> str:
-        """Number of groups."""
         return "" if self.groups == 1 else f"{self.groups} replica groups of "
 
     @property
@@ -142,7 +141,6 @@ class GroupExchange(Exchange):
         return ring_bytes(max(sizes), self.config.groups)
 
     def values(self, weights: Mapping[int, int]) -> dict[str, Any]:
-        """Number of groups, and the bytes that they send."""
         sent = {"sent_bytes_per_token": self.sent_per_token(weights), "sent_bytes_at_once": self.sent_at_once(weights)}
         return {"replica_groups": self.groups, **sent}
 

@@ -149,16 +149,13 @@ class MemorySnapshot(Part):
         self._device = state.mesh.device
 
     def begin(self, run: Run) -> None:
-        """Get the report, which tracks the peak of memory."""
         self._memory = run.report.memory
 
     def before(self, step: int) -> None:
-        """Record the whole allocation history of the step."""
         if step == self._step and self._device.type == "cuda":
             torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=MAX_EVENTS)
 
     def after(self, step: Step) -> None:
-        """Write the memory breakdown after the chosen step."""
         if step.step != self._step:
             return
         model = self._state.model

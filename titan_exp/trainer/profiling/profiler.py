@@ -310,11 +310,9 @@ class PhaseMarker(StepObserver):
         self._range: record_function | None = None
 
     def microbatch_begin(self, index: int) -> None:
-        """Mark forward and backward of a micro-batch."""
         self._begin(f"micro-batch {index}")
 
     def action_begin(self, action: Action) -> None:
-        """Mark a pipeline action: its kind, stage and micro-batch."""
         self._begin(f"{action.kind} stage {action.stage} micro-batch {action.microbatch}")
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
@@ -322,15 +320,12 @@ class PhaseMarker(StepObserver):
         self.end()
 
     def stage_reduction_begin(self, stage: int) -> None:
-        """Mark the gradient reduction of a pipeline stage."""
         self._begin(f"reduce gradients of stage {stage}")
 
     def gradients_ready(self, parts: object) -> None:
-        """Mark clipping and the optimizer."""
         self._begin("clip and optimizer")
 
     def end(self) -> None:
-        """End the current range."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._range = None
@@ -353,7 +348,6 @@ class ProfileWindow(Part):
         self._stack = ExitStack()
 
     def begin(self, run: Run) -> None:
-        """Count from the first step of this attempt."""
         self.first = run.first_step + self.config.start
 
     def before(self, step: int) -> None:
@@ -374,7 +368,6 @@ class ProfileWindow(Part):
         self._stack.close()
 
     def after(self, step: Step) -> None:
-        """Write the trace after the last step of the window."""
         self._stack.close()
         if self._profiler is not None and step.step >= self.first + self.config.steps:
             profiler, self._profiler = self._profiler, None

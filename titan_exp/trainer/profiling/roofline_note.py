@@ -68,11 +68,9 @@ class RooflineNote(Part):
     isolated = False  # it runs nothing of a model's
 
     def begin(self, run: Run) -> None:
-        """Get the clocks of the run."""
         self._run = run
 
     def finish(self, step: Step) -> None:
-        """Write the note."""
         training, report, optimizer = self._run.experiment.training, self._run.report, self._run.state.optimizer
         spent = report.throughput.spent
         if not report.leader or not (spent.tokens and spent.training):

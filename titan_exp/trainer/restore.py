@@ -21,14 +21,7 @@ from titan_exp.checkpoint.load_state import (
     load_state,
     read_progress,
 )
-from titan_exp.config.checkpoint_files import (
-    huggingface_folder,
-    initial_folder,
-    is_url,
-    parent_checkpoint,
-    parent_location,
-    step_of,
-)
+from titan_exp.config import checkpoint_files
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -84,14 +77,16 @@ def load_parent_state(
     start's, whose step is loaded again. Raises UserError if there is no whole checkpoint that fits."""
     config = experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
-    location = parent_location(config.continue_from, Path(experiment.paths.runs).expanduser().absolute())
+    location = checkpoint_files.parent_location(
+        config.continue_from, Path(experiment.paths.runs).expanduser().absolute()
+    )
     # All ranks take rank 0's step: a parent that is still training may save or delete checkpoints meanwhile.
     lineage = checkpointer.from_leader(lineage)
     step = config.continue_step if lineage is None else lineage.step
-    if is_url(location) and step_of(Path(location)) is not None:
+    if checkpoint_files.is_url(location) and checkpoint_files.step_of(Path(location)) is not None:
         step = None  # the URL points to the checkpoint itself
     local = str(local_copy(location, cache=cache, step=step or 0))
-    path = checkpointer.from_leader(parent_checkpoint(local, step))
+    path = checkpointer.from_leader(checkpoint_files.parent_checkpoint(local, step))
     given = f"checkpoint.continue_from={config.continue_from}"
     if path is None:
         of_step = "" if step is None else f" of step {step}"
@@ -113,7 +108,7 @@ def load_parent_state(
 def require_same_function(experiment: Experiment, path: str) -> None:
     """Compare the model and the tokenizer with those of `checkpoint.initial`, and log differences that may be intended.
     `path` is where they are on this machine. Raises UserError if the same weights would compute something else."""
-    config, folder = experiment.checkpoint, initial_folder(path)
+    config, folder = experiment.checkpoint, checkpoint_files.initial_folder(path)
     assert config.initial is not None, "the caller checks"
     if folder is None:
         return  # the load reports it
@@ -214,7 +209,7 @@ def _load_initial_weights(trainer: "Trainer") -> None:
     cache = cache_of(trainer.folder, experiment.experiment.name)
     path = str(local_copy(config.initial, cache=cache / "remote"))
     require_same_function(experiment, path)
-    folder = huggingface_folder(path)
+    folder = checkpoint_files.huggingface_folder(path)
     if folder is None:
         trainer.checkpointer.load_initial_weights(trainer.model.parts, path)
         return
@@ -356,7 +351,7 @@ def training_length(path: Path, source: OpenCheckpoint) -> int:
 
 def describe(path: Path, source: OpenCheckpoint) -> str:
     """One-line description of a source; for a continued run it includes its ancestors."""
-    step = step_of(source.path)
+    step = checkpoint_files.step_of(source.path)
     if source.format != "dcp" or step is None:
         return str(source.path)
     run = path if path != source.path else path.parent.parent

@@ -13,16 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from titan_exp.checkpoint import optimizer_state
-from titan_exp.checkpoint.load_state import (
-    MODEL_PREFIX,
-    decode_json,
-    encode_json,
-    load_optimizer_state,
-    model_state_dict,
-    read_progress,
-    sync_tied_state,
-)
+from titan_exp.checkpoint import load_state, optimizer_state
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 from titan_exp.config.errors.user_error import UserError
@@ -297,7 +288,7 @@ class ReplicaGroups:
         return values[0]
 
     def _send(self, rank: int, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        header, group, peer = encode_json(progress), self._client.process_group, self._client.order[rank]
+        header, group, peer = load_state.encode_json(progress), self._client.process_group, self._client.order[rank]
         group.send([torch.tensor([header.numel()])], peer, 0).wait()
         group.send([header], peer, 0).wait()
         exchange(tensors, lambda flat: group.send([flat], peer, 0).wait(), write_back=False)
@@ -308,7 +299,7 @@ class ReplicaGroups:
         group.recv([size], peer, 0).wait()
         header = torch.zeros(int(size), dtype=torch.uint8)
         group.recv([header], peer, 0).wait()
-        return decode_json(header)
+        return load_state.decode_json(header)
 
     def _receive(self, rank: int, tensors: Sequence[Tensor]) -> None:
         group, peer = self._client.process_group, self._client.order[rank]
@@ -390,7 +381,9 @@ def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, w
 
 def own_weights(own: Mapping[str, Tensor], group: int) -> dict[str, Tensor]:
     """A group's own weights in its `own_state`, by their keys in a checkpoint."""
-    return {f"{GROUP_PREFIX}{group}.{key}": value for key, value in own.items() if key.startswith(MODEL_PREFIX)}
+    return {
+        f"{GROUP_PREFIX}{group}.{key}": value for key, value in own.items() if key.startswith(load_state.MODEL_PREFIX)
+    }
 
 
 def described(
@@ -408,7 +401,7 @@ def empty_state(
     prefix, tensors = f"{GROUP_PREFIX}{group}.", _described_tensors(description)
     tensors = optimizer_state.empty_tensors(parts, own, tensors)
     values = {f"{optimizer_state.VALUES_PREFIX}{key}": value for key, value in description["values"].items()}
-    encoded = {f"{prefix}{key}": encode_json(value) for key, value in values.items()}
+    encoded = {f"{prefix}{key}": load_state.encode_json(value) for key, value in values.items()}
     return {f"{prefix}{key}": value for key, value in tensors.items()}, encoded
 
 
@@ -420,7 +413,7 @@ def healing_state(
         tensors = _described_tensors(description)
         saved = {key: tensor for key, tensor in tensors.items() if key.startswith(optimizer_state.OPTIMIZER_PREFIX)}
         optimizer_state.prepare_optimizer_state(parts, optimizer, saved, description["values"], whole=True)
-    state = {**model_state_dict(parts), **optimizer_state.optimizer_state_dict(parts, optimizer)}
+    state = {**load_state.model_state_dict(parts), **optimizer_state.optimizer_state_dict(parts, optimizer)}
     return {key: state[key] for key in (sorted(state) if description is None else description["tensors"])}
 
 
@@ -428,7 +421,7 @@ def load_own_state(
     path: Path, group: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool
 ) -> bool:
     """Load a group's optimizer state and own `weights`, saved in any layout; False if the checkpoint has none."""
-    prefix = "" if read_progress(path).get(WRITER) == group else f"{GROUP_PREFIX}{group}."
+    prefix = "" if load_state.read_progress(path).get(WRITER) == group else f"{GROUP_PREFIX}{group}."
     shapes = tensor_shapes(path)
     if not any(key.startswith(f"{prefix}{optimizer_state.OPTIMIZER_PREFIX}") for key in shapes):
         return False
@@ -436,13 +429,13 @@ def load_own_state(
     if weights:
         if not optimizer.state:
             optimizer_state.init_optimizer_state(parts, optimizer)
-        kept, model = own_state(parts, optimizer, weights=True), model_state_dict(parts)
+        kept, model = own_state(parts, optimizer, weights=True), load_state.model_state_dict(parts)
         trained = own_weights({key: model[key] for key in kept if key in model}, group)
     if not trained.keys() <= shapes.keys():
         return False
-    load_optimizer_state(path, parts, optimizer, prefix)
+    load_state.load_optimizer_state(path, parts, optimizer, prefix)
     load_into(path, trained)
-    sync_tied_state(parts, optimizer)
+    load_state.sync_tied_state(parts, optimizer)
     return True
 
 

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_exp.ops.linear_attention import (
-    GatedDeltaCore,
-    LinearAttentionBackend,
-    ShortConvolutionCore,
-    gated_delta,
-    short_convolution,
-    transition,
-)
+from titan_exp.ops import linear_attention
 from titan_exp.parallel.context_parallel.load_balance import ShardedSequence, head_tail_pieces
 from titan_exp.parallel.mesh import Mesh, gather_into, group_named
 
@@ -95,9 +88,9 @@ class SegmentExchange:
 class ContextGatedDelta(nn.Module):
     """Replaces `GatedDeltaCore`, with the same arguments for this rank's part of the sequence."""
 
-    def __init__(self, core: GatedDeltaCore, exchange: SegmentExchange) -> None:
+    def __init__(self, core: linear_attention.GatedDeltaCore, exchange: SegmentExchange) -> None:
         super().__init__()
-        self.backend: LinearAttentionBackend = core.backend
+        self.backend: linear_attention.LinearAttentionBackend = core.backend
         self.chunk, self.exchange = core.chunk, exchange
 
     def forward(  # noqa: PLR0917  # as of the core
@@ -106,8 +99,8 @@ class ContextGatedDelta(nn.Module):
         """Outputs [batch, part, value_heads, V] of this rank's tokens."""
         segments = segments_of(self.exchange.shards, v.shape[1])
         carries = self.exchange.documents_before(segments, documents, 1)
-        run = partial(gated_delta, chunk=self.chunk, backend=self.backend)
-        map_of = partial(transition, chunk=self.chunk, backend=self.backend)
+        run = partial(linear_attention.gated_delta, chunk=self.chunk, backend=self.backend)
+        map_of = partial(linear_attention.transition, chunk=self.chunk, backend=self.backend)
         calls = []
         for at, before in zip(segments.slices, carries, strict=True):
             part = [None if x is None else x[:, at] for x in (q, k, v, g, beta, documents)]
@@ -121,7 +114,7 @@ class ContextGatedDelta(nn.Module):
 class ContextShortConvolution(nn.Module):
     """Replaces `ShortConvolutionCore`, with the same arguments for this rank's part of the sequence."""
 
-    def __init__(self, core: ShortConvolutionCore, exchange: SegmentExchange) -> None:
+    def __init__(self, core: linear_attention.ShortConvolutionCore, exchange: SegmentExchange) -> None:
         super().__init__()
         self.silu, self.exchange = core.silu, exchange
 
@@ -129,7 +122,7 @@ class ContextShortConvolution(nn.Module):
         """Convolve this rank's tokens [batch, part, channels]; the inputs before a segment come from another rank."""
         segments, reach = segments_of(self.exchange.shards, x.shape[1]), weight.shape[1] - 1
         if not reach:
-            return short_convolution(x, weight, None, silu=self.silu)
+            return linear_attention.short_convolution(x, weight, None, silu=self.silu)
         # Otherwise inputs would come from more than one segment.
         assert min(at.stop - at.start for at in segments.slices) >= reach, "segments are as long as the filter reaches"
         before = self.exchange.previous(segments, [x[:, at.stop - reach : at.stop] for at in segments.slices])
@@ -137,7 +130,7 @@ class ContextShortConvolution(nn.Module):
         parts = []
         for at, inputs, known in zip(segments.slices, before, ids, strict=True):
             own = None if documents is None else documents[:, at]
-            parts.append(short_convolution(x[:, at], weight, own, inputs, known, silu=self.silu))
+            parts.append(linear_attention.short_convolution(x[:, at], weight, own, inputs, known, silu=self.silu))
         return torch.cat(parts, dim=1)
 
 
@@ -146,9 +139,9 @@ def shard_linear_attention(block: nn.Module, mesh: Mesh) -> None:
     exchange = SegmentExchange(mesh)
     for module in list(block.modules()):
         for name, core in list(module.named_children()):
-            if isinstance(core, GatedDeltaCore):
+            if isinstance(core, linear_attention.GatedDeltaCore):
                 setattr(module, name, ContextGatedDelta(core, exchange))
-            elif isinstance(core, ShortConvolutionCore):
+            elif isinstance(core, linear_attention.ShortConvolutionCore):
                 setattr(module, name, ContextShortConvolution(core, exchange))
 
 

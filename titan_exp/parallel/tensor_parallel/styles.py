@@ -20,20 +20,10 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
 from titan_exp.parallel.mesh import Mesh, all_reduce, mark_partial, partial_parameters
-from titan_exp.parallel.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    GatheredTokens,
-    RegionModule,
-    RMSNormAcrossRanks,
-    RowParallelLinear,
-    TensorParallelGroup,
-    VectorParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-)
+from titan_exp.parallel.tensor_parallel import layers
 
 
-class ShardedTokens(RegionModule):
+class ShardedTokens(layers.RegionModule):
     """Takes this rank's part of all tokens, without a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +31,7 @@ class ShardedTokens(RegionModule):
         return self.region.own_part(x.detach())
 
 
-class GatheredResult(RegionModule):
+class GatheredResult(layers.RegionModule):
     """Gathers results of all tokens from each rank's."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +39,7 @@ class GatheredResult(RegionModule):
         return self.region.gather_result(x)
 
 
-class GatheredRopeOrder(RegionModule):
+class GatheredRopeOrder(layers.RegionModule):
     """Reorders RoPE caches of two streams to the order of gathered tokens: rank by rank, both streams."""
 
     def forward(self, rope: Rope, first_stream: int) -> Rope:
@@ -68,7 +58,7 @@ class Ranks:
 
     axis: DeviceMesh
     """Mesh axis over which parameters are sharded."""
-    region: TensorParallelGroup
+    region: layers.TensorParallelGroup
     shards: int
     """Data ranks among which FSDP shards every parameter afterwards."""
     loss_parallel: bool
@@ -104,7 +94,7 @@ class Part:
     module: nn.Module
 
     @property
-    def region(self) -> TensorParallelGroup:
+    def region(self) -> layers.TensorParallelGroup:
         """Collectives, degree and index of this rank."""
         return self.ranks.region
 
@@ -116,14 +106,14 @@ class Part:
 def _vocabulary_rows(_: tp_plan.VocabEmbedding, part: Part) -> None:
     weight = part.ranks.divided(part.module.get_parameter("weight"), dim=0)
     first = part.region.rank * -(-weight.shape[0] // part.region.degree)
-    part.replace(VocabParallelEmbedding(weight, part.region, first))
+    part.replace(layers.VocabParallelEmbedding(weight, part.region, first))
 
 
 def _vocabulary_logits(style: tp_plan.VocabLogits, part: Part) -> None:
     tied = part.module.weight is None
     weight = None if tied else part.ranks.divided(part.module.get_parameter("weight"), dim=0)
     whole = None if part.ranks.loss_parallel else style.vocabulary
-    part.replace(VocabParallelHead(weight, part.region, whole))
+    part.replace(layers.VocabParallelHead(weight, part.region, whole))
 
 
 def _numbers_of_heads(_: tp_plan.HeadSharded, part: Part) -> None:
@@ -141,7 +131,7 @@ def _numbers_of_heads(_: tp_plan.HeadSharded, part: Part) -> None:
 def _norm_across_heads(style: tp_plan.AcrossHeads, part: Part) -> None:
     weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"), style.heads)
     assert isinstance(part.module, RMSNorm), "the style is one of norms"
-    norm = RMSNormAcrossRanks(weight, part.region, part.module.eps, rows)
+    norm = layers.RMSNormAcrossRanks(weight, part.region, part.module.eps, rows)
     if rows is not None:
         mark_partial(norm)
     part.replace(norm)
@@ -168,7 +158,7 @@ def _gather_before(part: Part) -> None:
     part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
 
 
-def _with_sequence_parallelism(kind: Callable[[TensorParallelGroup], nn.Module]) -> "Handler":
+def _with_sequence_parallelism(kind: Callable[[layers.TensorParallelGroup], nn.Module]) -> "Handler":
     """Handler that replaces an identity by a module of this kind under sequence parallelism."""
 
     def replace(_: tp_plan.TPStyle, part: Part) -> None:
@@ -192,7 +182,7 @@ def _row_parallel(style: tp_plan.Rowwise, part: Part) -> None:
         whole, splits = part.parent.get_submodule(style.gathers), True
         features = weight.shape[1]
         whole.register_forward_pre_hook(lambda _, args: (part.region.gather_outputs(args[0], features), *args[1:]))
-    sharded = RowParallelLinear(divided, part.region, linear.linear_impl, linear.bias, splits_input=splits)
+    sharded = layers.RowParallelLinear(divided, part.region, linear.linear_impl, linear.bias, splits_input=splits)
     if linear.bias is not None and part.region.sequence:
         mark_partial(sharded, "bias")
     part.replace(sharded)
@@ -208,9 +198,9 @@ def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
     divided = part.ranks.divided(weight, dim=0)
     vector, bias_rows = (None, None) if bias is None else part.ranks.divided_vector(bias)
     if style.vector:
-        columns: nn.Module = VectorParallelLinear(divided, region, vector, bias_rows)
+        columns: nn.Module = layers.VectorParallelLinear(divided, region, vector, bias_rows)
     else:
-        columns = ColumnParallelLinear(
+        columns = layers.ColumnParallelLinear(
             divided,
             region,
             linear.linear_impl,
@@ -231,7 +221,7 @@ def _replicate_units(style: tp_plan.Colwise, part: Part, linear: Linear) -> None
     rows_of = _gate_up_rows_of if isinstance(common, tp_plan.ReplicatedGateUp) else _rows_of
     rows = tuple(rows_of(region, linear.out_features // style.units, style.units, common))  # type: ignore[arg-type]
     weight, gathers = linear.get_parameter("weight"), style.gathers
-    shared = ColumnParallelLinear(
+    shared = layers.ColumnParallelLinear(
         weight, region, linear.linear_impl, rows, bias=linear.bias, bias_rows=rows, gathers=gathers
     )
     mark_partial(shared)
@@ -247,14 +237,16 @@ def _shard_matmul(part: Part, *, input_sharded: bool) -> Linear:
 
 
 def _gather_hidden_states(
-    region: TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    region: layers.TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (region.gather_input(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": region.gather_input(kwargs["hidden_states"])}
 
 
-def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedKV) -> Iterator[slice]:
+def _rows_of(
+    region: layers.TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedKV
+) -> Iterator[slice]:
     """Rows that this rank uses of a weight with `units` units of `unit` rows each, fewer units than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"
@@ -265,7 +257,7 @@ def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: tp_plan
 
 
 def _gate_up_rows_of(
-    region: TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedGateUp
+    region: layers.TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedGateUp
 ) -> Iterator[slice]:
     """Gate rows, then up rows, that this rank uses of a weight with `units` groups of `unit` rows each."""
     assert unit == 2 * common.pieces, "a group has as many gate rows as up rows"
@@ -298,7 +290,7 @@ MODULES: dict[type[tp_plan.TPStyle], Handler] = {
     tp_plan.HeadSharded: _numbers_of_heads,
     tp_plan.GatherInput: lambda _, part: _gather_before(part),
     tp_plan.WholeTokens: _whole_tokens,
-    tp_plan.GatherTokens: lambda _, part: part.replace(GatheredTokens(part.region)),
+    tp_plan.GatherTokens: lambda _, part: part.replace(layers.GatheredTokens(part.region)),
     tp_plan.ShardTokens: _with_sequence_parallelism(ShardedTokens),
     tp_plan.GatherResult: _with_sequence_parallelism(GatheredResult),
     tp_plan.GatheredOrder: _with_sequence_parallelism(GatheredRopeOrder),
@@ -317,7 +309,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     of_rank = axis.size(), axis.get_local_rank(), sequence_parallel, spec is None or spec.computes_per_sequence
     # Beside NCCL, gloo is for a CPU only; a fake process group stands for NCCL's.
     as_bytes = mesh.device.type == "cpu" and dist.get_backend(group) != "fake"
-    region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)
+    region = layers.TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)
     ranks = Ranks(axis, region, mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1), loss_parallel)
     for name, module in list(model.named_modules()):
         if hasattr(module, "tp_plan"):
@@ -333,7 +325,7 @@ def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
     meta device. Returns the kept rows by weight name, since these weights are not DTensors."""
     kept: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, ColumnParallelLinear) and module.rows is not None:
+        if isinstance(module, layers.ColumnParallelLinear) and module.rows is not None:
             for key, parameter in dict(module.named_parameters(recurse=False)).items():
                 kept[f"{name}.{key}"] = module.rows
                 setattr(module, key, nn.Parameter(torch.cat([parameter.detach()[rows] for rows in module.rows])))

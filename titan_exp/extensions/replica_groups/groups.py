@@ -375,7 +375,7 @@ def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, w
     own = {key: state[key] for key in sorted(state) if not key.endswith((kept, f".{MOMENTUM}"))}
     for key in [key for key in sorted(state) if key.endswith(kept)] if weights else ():
         name = key.removeprefix(optimizer_state.OPTIMIZER_PREFIX).removesuffix(kept)
-        own[f"{MODEL_PREFIX}{name}"] = state[key]
+        own[f"{load_state.MODEL_PREFIX}{name}"] = state[key]
     return own
 
 

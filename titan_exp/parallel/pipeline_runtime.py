@@ -195,31 +195,19 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
 def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
     """Actions of torch's schedule of this name, built over stages without modules."""
     assert SCHEDULES[name].takes(microbatches, ranks), "checked by the rules"
+    common = {"num_stages": stages_per_rank * ranks, "group_rank": 0, "group_size": ranks, "submod": None}
+    common |= {"has_backward": True, "is_last": False}
     stages: list[Any] = [
-        SimpleNamespace(
-            stage_index=local * ranks,
-            num_stages=stages_per_rank * ranks,
-            group_rank=0,
-            group_size=ranks,
-            submod=None,
-            has_backward=True,
-            is_first=local == 0,
-            is_last=False,
-        )
-        for local in range(stages_per_rank)
+        SimpleNamespace(stage_index=local * ranks, is_first=local == 0, **common) for local in range(stages_per_rank)
     ]
     schedule: Any = schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda: None)  # read, not run
-    return [
-        [
-            Action(part.stage_index, part.computation_type.value, part.microbatch_index)
-            for action in schedule.pipeline_order[rank]
-            if action is not None
-            # Overlapped forward and backward actions run in sequence.
-            for part in (action.sub_actions or (action,))
-            if part.is_compute_op
-        ]
-        for rank in range(ranks)
-    ]
+    found: Schedule = [[] for _ in range(ranks)]
+    for rank, actions in enumerate(found):
+        for action in filter(None, schedule.pipeline_order[rank]):
+            for part in action.sub_actions or (action,):  # overlapped actions run in sequence
+                if part.is_compute_op:
+                    actions.append(Action(part.stage_index, part.computation_type.value, part.microbatch_index))
+    return found
 
 
 class Pipeline:

@@ -1,6 +1,6 @@
 """Initial state of a run: its newest checkpoint, another run's checkpoint, given weights, or initialized weights."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_exp.checkpoint.checkpoint_cache import local_copy
-from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, load_hf_sharded
 from titan_exp.checkpoint.load_state import (
     WEIGHTS_ONLY_KEY,
@@ -63,29 +62,22 @@ def _log_lineage(folder: RunFolder) -> None:
         get_logger().info("continued from %s", ancestor.lineage)
 
 
-def load_parent_state(
-    experiment: Experiment,
-    checkpointer: Checkpointer,
-    parts: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    *,
-    keeps: Collection[str],
-    cache: Path,
-    lineage: Lineage | None,
-) -> tuple[RestoredState, Lineage]:
+def _load_parent_state(trainer: "Trainer", lineage: Lineage | None) -> tuple[RestoredState, Lineage]:
     """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer. `lineage` is an earlier
     start's, whose step is loaded again. Raises UserError if there is no whole checkpoint that fits."""
-    config = experiment.checkpoint
+    experiment, checkpointer, config = trainer.experiment, trainer.checkpointer, trainer.experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
-    location = checkpoint_files.parent_location(
-        config.continue_from, Path(experiment.paths.runs).expanduser().absolute()
+    runs, cache = (
+        Path(experiment.paths.runs).expanduser().absolute(),
+        cache_of(trainer.folder, experiment.experiment.name),
     )
+    location = checkpoint_files.parent_location(config.continue_from, runs)
     # All ranks take rank 0's step: a parent that is still training may save or delete checkpoints meanwhile.
     lineage = checkpointer.from_leader(lineage)
     step = config.continue_step if lineage is None else lineage.step
     if checkpoint_files.is_url(location) and checkpoint_files.step_of(Path(location)) is not None:
         step = None  # the URL points to the checkpoint itself
-    local = str(local_copy(location, cache=cache, step=step or 0))
+    local = str(local_copy(location, cache=cache / "remote", step=step or 0))
     path = checkpointer.from_leader(checkpoint_files.parent_checkpoint(local, step))
     given = f"checkpoint.continue_from={config.continue_from}"
     if path is None:
@@ -102,7 +94,8 @@ def load_parent_state(
             f"{given}: its checkpoint of step {progress['step']} holds weights only (checkpoint.last=weights). Start a "
             f"new run from them: checkpoint.continue_from=null checkpoint.initial={location}"
         )
-    return load_state(path, parts, optimizer, keeps), Lineage(location, progress["step"], progress["tokens"])
+    restored = load_state(path, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
+    return restored, Lineage(location, progress["step"], progress["tokens"])
 
 
 def require_same_function(experiment: Experiment, path: str) -> None:
@@ -172,15 +165,7 @@ def _continue_own(trainer: "Trainer", step: int) -> None:
 def _continue_parent(trainer: "Trainer") -> None:
     """Begin with the whole state of the run named by `checkpoint.continue_from`."""
     experiment, folder = trainer.experiment, trainer.folder
-    restored, lineage = load_parent_state(
-        experiment,
-        trainer.checkpointer,
-        trainer.model.parts,
-        trainer.optimizer,
-        keeps=trainer.parts.keeps,
-        cache=cache_of(folder, experiment.experiment.name) / "remote",
-        lineage=Lineage.read(folder.path),
-    )
+    restored, lineage = _load_parent_state(trainer, lineage=Lineage.read(folder.path))
     progress = {key: value for key, value in restored.progress.items() if key != ENDED}
     adopt_progress(trainer, {**progress, "step": lineage.step, "tokens": lineage.tokens})
     if trainer.is_over:

@@ -161,16 +161,10 @@ class Trainer:
             self.commit.collect()
         if not self.commit.leads:
             return
+        also: dict[str, Any] = {"weights_only": self._saves_weights_only, "other_worlds": self.commit.states}
         with self.report.pause("checkpoint"):
-            self.checkpointer.save(
-                self.step,
-                self.model.parts,
-                self.optimizer,
-                self.loader.state_dict(),
-                self.progress(),
-                weights_only=self._saves_weights_only,
-                other_worlds=self.commit.states,
-            )
+            data, progress = self.loader.state_dict(), self.progress()
+            self.checkpointer.save(self.step, self.model.parts, self.optimizer, data, progress, **also)
 
     def progress(self) -> dict[str, Any]:
         """State other than tensors and data, for checkpoints and for worlds that take it over."""

@@ -71,19 +71,9 @@ def _open_start(folder: RunFolder, rank: RankInfo, number: int) -> dict[str, Any
     view.make_attempt_logs(attempt)
     ports = start_agent(folder, attempt, group.logs, number)
     publish_rendezvous(view, replace(rank, attempt=attempt), host=host)
-    record_event(
-        folder,
-        attempt,
-        event="started",
-        group=number,
-        start=group.start,
-        job_id=rank.job_id,
-        restarts=rank.restarts,
-        host=host,
-        agent=ports.life_sign,
-        lighthouse=f"http://127.0.0.1:{ports.lighthouse}",
-        loader=loader,
-    )
+    of_group = {"group": number, "start": group.start, "job_id": rank.job_id, "restarts": rank.restarts, "host": host}
+    of_agent = {"agent": ports.life_sign, "lighthouse": f"http://127.0.0.1:{ports.lighthouse}", "loader": loader}
+    record_event(folder, attempt, event="started", **of_group, **of_agent)
     return started(read_events(folder, attempt))[-1]
 
 

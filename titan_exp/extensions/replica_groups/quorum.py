@@ -58,16 +58,12 @@ class QuorumClient:
 
     def __init__(self, group: ReplicaGroup, cluster: "GroupedCluster", mesh: Mesh, *, by_number: bool = False) -> None:
         torchft = torchft_extension()
+        watchdog = "off" if cluster.hang_kill_minutes is None else f"{60 * cluster.hang_kill_minutes:g} s"
         get_logger().info(
-            "replica group %d of %d. Time-outs: heartbeat %g s, collectives between groups %g s, the watchdog %s, "
-            "collectives within a group %g s. It asks for a quorum every %g s until the job ends",
-            group.number,
-            cluster.replica_groups,
-            cluster.group_heartbeat_seconds,
-            cluster.group_timeout_seconds,
-            "off" if cluster.hang_kill_minutes is None else f"{60 * cluster.hang_kill_minutes:g} s",
-            TIMEOUT.total_seconds(),
-            ASK_TIMEOUT.total_seconds(),
+            f"replica group {group.number} of {cluster.replica_groups}. Time-outs: heartbeat "
+            f"{cluster.group_heartbeat_seconds:g} s, collectives between groups {cluster.group_timeout_seconds:g} s, "
+            f"the watchdog {watchdog}, collectives within a group {TIMEOUT.total_seconds():g} s. It asks for a quorum "
+            f"every {ASK_TIMEOUT.total_seconds():g} s until the job ends"
         )
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._timeout = timedelta(seconds=cluster.group_timeout_seconds)
@@ -108,16 +104,10 @@ class QuorumClient:
         answer = self._request(step)
         members = tuple(answer.replica_ids)
         source = answer.recover_src_replica_rank if answer.heal else None
-        quorum = Quorum(
-            answer.quorum_id,
-            members,
-            answer.replica_rank,
-            answer.max_step,
-            source,
-            tuple(answer.recover_dst_replica_ranks),
-            time.monotonic() - began,
-            len(members) if self._history is None else self._history.groups_of(answer.max_step + 1),
-        )
+        behind, step = tuple(answer.recover_dst_replica_ranks), answer.max_step
+        shares = len(members) if self._history is None else self._history.groups_of(step + 1)
+        waited = time.monotonic() - began
+        quorum = Quorum(answer.quorum_id, members, answer.replica_rank, step, source, behind, waited, shares)
         return quorum, self._connect(quorum, answer.store_address)
 
     def vote(self, step: int, ready: bool) -> bool:

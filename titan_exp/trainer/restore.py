@@ -67,7 +67,8 @@ def _load_parent_state(trainer: "Trainer", lineage: Lineage | None) -> tuple[Res
     start's, whose step is loaded again. Raises UserError if there is no whole checkpoint that fits."""
     experiment, checkpointer, config = trainer.experiment, trainer.checkpointer, trainer.experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
-    runs, cache = (
+    runs = Path(experiment.paths.runs).expanduser().absolute()
+    cache = cache_of(trainer.folder, experiment.experiment.name)
         Path(experiment.paths.runs).expanduser().absolute(),
         cache_of(trainer.folder, experiment.experiment.name),
     )

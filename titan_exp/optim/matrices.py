@@ -331,10 +331,7 @@ def _exchange_in(axis: ShardAxis, held: Mapping[int, Tensor], destination: Mappi
 
 
 def _exchange_out(
-    axis: ShardAxis,
-    held: Mapping[int, Tensor],
-    receiving: Mapping[int, tuple[int, tuple[int, ...]]],
-    like: Tensor,
+    axis: ShardAxis, held: Mapping[int, Tensor], receiving: Mapping[int, tuple[int, tuple[int, ...]]], like: Tensor
 ) -> dict[int, Tensor]:
     """Receive tensors, by index, from the ranks of an axis that hold them; each sends the elements of its stack."""
     by_rank = [[index for index, (rank, _) in receiving.items() if rank == source] for source in range(axis.size)]

@@ -156,10 +156,7 @@ def _operator_name(operator: Any) -> str:
 
 
 def _selective_contexts(
-    kept: Mapping[Any, int],
-    others: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE,
-    *,
-    attention: bool = False,
+    kept: Mapping[Any, int], others: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE, *, attention: bool = False
 ) -> Any:
     """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
     calls: Counter[Any] = Counter()

@@ -175,13 +175,7 @@ class Report:
     """Training report: reduces metrics over ranks and hands rows to the sinks on rank 0."""
 
     def __init__(
-        self,
-        experiment: Experiment,
-        folder: RunFolder,
-        state: TrainState,
-        *,
-        first_step: int,
-        writes: bool = True,
+        self, experiment: Experiment, folder: RunFolder, state: TrainState, *, first_step: int, writes: bool = True
     ) -> None:
         mesh, flops_per_token = state.mesh, state.built.flops_per_token
         self.folder, self.mesh, self.flops_per_token = folder, mesh, flops_per_token

@@ -69,9 +69,6 @@ def _load_parent_state(trainer: "Trainer", lineage: Lineage | None) -> tuple[Res
     assert config.continue_from is not None, "the caller checks"
     runs = Path(experiment.paths.runs).expanduser().absolute()
     cache = cache_of(trainer.folder, experiment.experiment.name)
-        Path(experiment.paths.runs).expanduser().absolute(),
-        cache_of(trainer.folder, experiment.experiment.name),
-    )
     location = checkpoint_files.parent_location(config.continue_from, runs)
     # All ranks take rank 0's step: a parent that is still training may save or delete checkpoints meanwhile.
     lineage = checkpointer.from_leader(lineage)

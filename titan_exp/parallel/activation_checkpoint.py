@@ -137,17 +137,25 @@ def _recompute_automatically(
 
 
 def _automatic_contexts(saved: tuple[str, ...], *, compiled: bool) -> Any:
-    """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
+    def choose(operator: Any, call: int) -> CheckpointPolicy:
+        is_saved = call_name(_operator_name(operator), call) in saved
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = _contexts(choose)
+    return with_attention_cache(contexts) if call_name(FLEX_ATTENTION, 0) in saved and not compiled else contexts
+
+
+def _contexts(choose: Callable[[Any, int], CheckpointPolicy]) -> Any:
+    """Contexts of a block's forward pass and of its recomputation, each with its own call counters. `choose` gets an
+    operator and the number of its earlier calls."""
     calls: Counter[Any] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = _operator_name(operator)
-        call = calls[context.is_recompute, name]
-        calls[context.is_recompute, name] += 1
-        return CheckpointPolicy.MUST_SAVE if call_name(name, call) in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        call = calls[context.is_recompute, operator]
+        calls[context.is_recompute, operator] += 1
+        return choose(operator, call)
 
-    contexts = create_selective_checkpoint_contexts(policy)
-    return with_attention_cache(contexts) if call_name(FLEX_ATTENTION, 0) in saved and not compiled else contexts
+    return create_selective_checkpoint_contexts(policy)
 
 
 @functools.cache
@@ -158,17 +166,12 @@ def _operator_name(operator: Any) -> str:
 def _selective_contexts(
     kept: Mapping[Any, int], others: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE, *, attention: bool = False
 ) -> Any:
-    """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
-    calls: Counter[Any] = Counter()
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def choose(operator: Any, call: int) -> CheckpointPolicy:
         if operator not in kept:
             return CheckpointPolicy.MUST_SAVE if attention and is_attention(_operator_name(operator)) else others
-        call = calls[context.is_recompute, operator]
-        calls[context.is_recompute, operator] += 1
         return CheckpointPolicy.PREFER_RECOMPUTE if call % kept[operator] else CheckpointPolicy.MUST_SAVE
 
-    return create_selective_checkpoint_contexts(policy)
+    return _contexts(choose)
 
 
 def _kept_operators(entries: Sequence[str]) -> dict[Any, int]:

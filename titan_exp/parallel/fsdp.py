@@ -37,22 +37,19 @@ class _One(float):
 
 def sum_gradients(model: nn.Module) -> None:
     """Sum gradients over data ranks instead of averaging them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(_One(1))
-            # Without this, the factor becomes part of the reduction op, which gloo does not support.
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _groups(model):
+        module.set_gradient_divide_factor(_One(1))
+        # Without this, the factor becomes part of the reduction op, which gloo does not support.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def accumulate_in_compute_dtype(model: nn.Module) -> None:
     """Let autograd sum unreduced gradients in the dtype in which they are computed, without a cast."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in parameter_groups(fsdp_state(module)):
-                if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
-                    group._set_unsharded_grad_dtypes = partial(_keep_compute_dtype, group)
-                for parameter in group.fsdp_params:
-                    parameter.to_accumulated_grad_if_needed = lambda: None
+    for group in [group for module in _groups(model) for group in parameter_groups(fsdp_state(module))]:
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+            group._set_unsharded_grad_dtypes = partial(_keep_compute_dtype, group)
+        for parameter in group.fsdp_params:
+            parameter.to_accumulated_grad_if_needed = lambda: None
 
 
 def _keep_compute_dtype(group: Any, **_: Any) -> None:
@@ -133,19 +130,18 @@ def fsdp_state(module: FSDPModule) -> Any:
 
 def parameter_groups(state: Any) -> list[Any]:
     """FSDP2's private parameter groups of a module's state."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11
-        return [state._fsdp_param_group] if state._fsdp_param_group else []
-    return groups
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
 
 
 def _groups_by_block(module: FSDPModule) -> Iterator[list[Any]]:
     """Parameter groups outside of blocks, if any, then the groups of each block."""
     assert isinstance(module, nn.Module)
-    states = [
-        [fsdp_state(part) for part in block.modules() if isinstance(part, FSDPModule)] for block in iter_blocks(module)
+    by_block = [
+        [group for part in _groups(block) for group in parameter_groups(fsdp_state(part))]
+        for block in iter_blocks(module)
     ]
-    by_block = [[group for state in of_block for group in parameter_groups(state)] for of_block in states]
     in_blocks = {id(group) for groups in by_block for group in groups}
     # Modules of one group share a state, which torch 2.11 lists once per module.
     every = [

@@ -271,13 +271,10 @@ class Pipeline:
             if isinstance(step, P2POp):
                 queue.exchange(step)
                 continue
-            if step.kind == "W":
-                self._act(step, None, compute, observer)
-                continue
             # An input gradient (`I`) counts as a whole backward (`B`).
             source = step.stage + (-1 if step.kind == "F" else 1)
             taken = Action(source, "F" if step.kind == "F" else "B", step.microbatch)
-            received = queue.take(taken) if 0 <= source < len(self._placement) else None
+            received = queue.take(taken) if step.kind != "W" and 0 <= source < len(self._placement) else None
             result = self._act(step, received, compute, observer)
             if result is not None and not (step.kind == "F" and self._by_number[step.stage].last):
                 queue.put(step, result)

@@ -236,11 +236,11 @@ class Stage:
 
     def backward_weights(self, microbatch: int) -> None:
         """Accumulate the weight gradients, after `backward_input`."""
-        if self._passes[microbatch].rest is None:
-            self.backward(microbatch, self._passes[microbatch].gradient)
+        kept = self._passes[microbatch]
+        if kept.rest is None:
+            self.backward(microbatch, kept.gradient)
             return
         # Hidden states and their gradient are released at its end, as by `backward`.
-        kept = self._passes.pop(microbatch)
-        assert kept.rest is not None
+        del self._passes[microbatch]
         kept.rest.add_weight_gradients()
         accumulate_gradients(self.module)

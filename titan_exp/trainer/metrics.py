@@ -84,7 +84,7 @@ class MetricReducer:
         *,
         experts: ExpertMetrics,
     ) -> None:
-        self._mesh, self._optimizer, self._experts = mesh, optimizer, experts
+        self._mesh, self._optimizer, self.experts = mesh, optimizer, experts
         self._modules = [module for part in parts for module in part.modules() if hasattr(module, "metric_reductions")]
         model_metrics: dict[str, Reduction] = {}
         for module in model.modules():
@@ -157,7 +157,7 @@ class MetricReducer:
         of_modules = {name: value for name, value in metrics.items() if name in names} or self.module_metrics()
         own = {name: value for name, value in metrics.items() if name not in names}
         found = {name if name == "loss" else f"objective/{name}": value for name, value in own.items()} | of_modules
-        for name, value in self._experts.shares().items():
+        for name, value in self.experts.shares().items():
             key = f"experts/{name}"
             names = [key, self._counts[key]] if key in self._counts else [key]
             found |= dict(zip(names, value.reshape(-1), strict=True))
@@ -179,10 +179,10 @@ class Report:
     ) -> None:
         mesh, flops_per_token = state.mesh, state.built.flops_per_token
         self.folder, self.mesh, self.flops_per_token = folder, mesh, flops_per_token
-        self._experts = ExpertMetrics(state.model.load, state.built.module, state.model.parts)
+        self.experts = ExpertMetrics(state.model.load, state.built.module, state.model.parts)
         model = state.model
         self.reducer = MetricReducer(
-            model.objective, state.built.module, model.parts, state.optimizer, mesh, experts=self._experts
+            model.objective, state.built.module, model.parts, state.optimizer, mesh, experts=self.experts
         )
         self.writes = writes
         """True if this world writes rows and heartbeats."""
@@ -250,7 +250,7 @@ class Report:
         if not self.leader:
             return
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
-        if self._experts:
+        if self.experts:
             path, steps = self.folder.expert_load, self._experiment.training.last_step
             every = self._experiment.tracking.log_every
             self._load_log = metrics_jsonl.ExpertLoadLog(path, self.attempt, steps=steps, log_every=every)
@@ -304,7 +304,7 @@ class Report:
         """Reduce the metrics of a step to its row; all ranks call it."""
         found = self.share(step, tokens, result, lr=lr, also=also)
         if found.row is not None:
-            found.row |= {**self.expert_row(step, found.values, self.expert_counts()), "attempt": self.attempt}
+            found.row |= {**self.expert_row(step, found.values, self.experts.counts()), "attempt": self.attempt}
         return found
 
     def share(
@@ -330,18 +330,14 @@ class Report:
         self.memory.reset()
         return Row({**numbers, **reported}, row)
 
-    def expert_counts(self) -> dict[str, list[int]]:
-        """Tokens per expert of the last step, by layer."""
-        return self._experts.counts()
-
     def expert_row(
         self, step: int, values: Mapping[str, float], counts: Mapping[str, list[int]]
     ) -> dict[str, metrics_jsonl.Value]:
         """Expert metrics from a step's numbers and the tokens of each expert, which go to the record."""
-        if not self._experts:
+        if not self.experts:
             return {}
         self._loads[step] = counts
-        return self._experts.row(counts, values)
+        return self.experts.row(counts, values)
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
         """Seconds of a step over the ranks: with waiting (`step_time`) and without (`own_time`)."""

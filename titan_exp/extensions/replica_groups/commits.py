@@ -212,7 +212,7 @@ class SemiSyncCommit(GroupCommit):
         semi_sync.add_step(self._batch_tokens, stop=self._flags.stop, save=save)
         if logs:
             share = trainer.report.share(trainer.step, trainer.tokens, result, lr=trainer.lr)
-            values = share.values | ({} if share.row is None else load_numbers(trainer.report.expert_counts()))
+            values = share.values | ({} if share.row is None else load_numbers(trainer.report.experts.counts()))
             semi_sync.add_row(values, share.row, result.tokens)
         return self._synchronize() if semi_sync.due(trainer.step) else None
 
@@ -252,12 +252,12 @@ class SemiSyncCommit(GroupCommit):
                 semi_sync.send(trainer.step)
             if not semi_sync.applies(trainer.step):
                 return None
-            agreement = semi_sync.apply(trainer.step)
-            if agreement is not None:
+            flags = semi_sync.apply(trainer.step)
+            if flags is not None:
                 break
         trainer.tokens = semi_sync.tokens
         self._use_agreed_weights(True)
-        return Flags(agreement.stop, agreement.save)
+        return flags
 
     def _use_agreed_weights(self, agreed: bool) -> None:
         """Put the outer optimizer's weights in place for evaluation, save and export, if this group trains others."""

@@ -31,6 +31,7 @@ from titan_exp.extensions.replica_groups.outer_optimizer import AsyncAllReduce, 
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.commit import Flags
 from titan_exp.trainer.experts import LOAD, is_of_experts
 from titan_exp.trainer.metrics import Row
 from titan_exp.trainer.objective import Reduction
@@ -72,14 +73,6 @@ class PendingRow(Row):
     """Predicted tokens in this group's share; after the synchronization, in all trained shares."""
     total: int
     """Predicted tokens of whole batches since the last synchronization: on this rank, later on all ranks of a group."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Flags of a synchronization; each is true if any group has it."""
-
-    stop: bool
-    save: bool
 
 
 class SemiSync:
@@ -176,7 +169,7 @@ class SemiSync:
         gradients = fragment.gradients(self.outer, delayed=self._config.delay > 0)
         fragment.sum = self._groups.start_all_reduce(gradients)
 
-    def apply(self, step: int) -> Agreement | None:
+    def apply(self, step: int) -> Flags | None:
         """Step the outer optimizer with the fragment in flight; None, with no change, if it must be sent again."""
         fragment, groups = self._fragment, self._groups
         assert fragment is not None
@@ -209,7 +202,7 @@ class SemiSync:
         self.synchronized, self.tokens = step, self.tokens + tokens
         self._sent, self._sent_for = self._sent + float(table[:, 3].sum()), self._sent_for + tokens
         self._round_tokens, self._attempted, self._stop, self._save, self._fragment = 0, 0.0, False, False, None
-        return Agreement(bool(table[:, 1].any()), bool(table[:, 2].any()))
+        return Flags(bool(table[:, 1].any()), bool(table[:, 2].any()))
 
     def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
         """Take the rows of the last round; the last row also gets numbers of the synchronization, and `also`."""

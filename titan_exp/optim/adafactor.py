@@ -27,13 +27,11 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 
 class Adafactor(GroupOptimizer):
-    """Adafactor for plain tensors and DTensors; each matrix of a stack has its own means and scale.
-
-    State: one element per row and per column of a matrix, sharded like the rows and columns; one per element of a
-    vector. A step makes three all-reduces per group of parameters and sharding axis: of the sums over rows and columns
-    and of the squared weights; of the sums of row means; of the squared updates. Each update is computed twice, so that
-    only one is held at a time.
-    """
+    """Adafactor for plain tensors and DTensors; each matrix of a stack has its own means and scale. State: one element
+    per row and per column of a matrix, sharded like the rows and columns; one per element of a vector. A step makes
+    three all-reduces per group of parameters and sharding axis: of the sums over rows and columns and of the squared
+    weights; of the sums of row means; of the squared updates. Each update is computed twice, so that only one is held
+    at a time."""
 
     def __init__(
         self,

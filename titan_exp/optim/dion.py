@@ -33,13 +33,11 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 
 class Dion(MatrixOptimizer[Config]):
-    """Dion for plain tensors and DTensors; every matrix of a stack is updated alone.
-
-    State: the momentum, sharded like the parameter, and the right factor [rank, columns], sharded like the columns. No
-    rank gathers a matrix. For a matrix of rank r, messages are in fp32: the left factor [rows, r] is summed over ranks
-    that shard columns, and gathered over ranks that shard rows, all of which orthonormalize it by QR. The right factor
-    [r, columns] is summed over ranks that shard rows, and its r squared norms over ranks that shard columns.
-    """
+    """Dion for plain tensors and DTensors; every matrix of a stack is updated alone. State: the momentum, sharded like
+    the parameter, and the right factor [rank, columns], sharded like the columns. No rank gathers a matrix. For a
+    matrix of rank r, messages are in fp32: the left factor [rows, r] is summed over ranks that shard columns, and
+    gathered over ranks that shard rows, all of which orthonormalize it by QR. The right factor [r, columns] is summed
+    over ranks that shard rows, and its r squared norms over ranks that shard columns."""
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:

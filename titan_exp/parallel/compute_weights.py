@@ -26,13 +26,11 @@ _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
 
 
 class ComputeWeights:
-    """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None.
-
-    Modules that match `fp32_modules`, or keep fp32 on their own, compute with their masters. With `accumulate`,
-    gradients of several backward passes are summed in the masters' dtype. Without it, gradients of the single pass stay
-    in `dtype`, except those that tensor-parallel ranks sum. `fixed` keeps the sums at their addresses. `unread` modules
-    use only the shape and dtype of their weight.
-    """
+    """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None. Modules that
+    match `fp32_modules`, or keep fp32 on their own, compute with their masters. With `accumulate`, gradients of several
+    backward passes are summed in the masters' dtype. Without it, gradients of the single pass stay in `dtype`, except
+    those that tensor-parallel ranks sum. `fixed` keeps the sums at their addresses. `unread` modules use only the shape
+    and dtype of their weight."""
 
     def __init__(
         self,

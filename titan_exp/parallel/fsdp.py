@@ -191,13 +191,11 @@ def _attach(shard: Any, gathering: Gathering) -> None:
 
 
 def _shard_ends(model: nn.Module, shard: Callable[..., None], *, free: bool) -> list[nn.Module]:
-    """Make FSDP groups of the ends of a model or pipeline stage; `free` is False if parameters stay gathered.
-
-    The first children (embedding) are freed after their forward. The last (norm, head) share a group and stay gathered,
-    since backward follows their forward at once. A tied weight is kept from the embedding's forward to the head's
-    backward. Autograd holds its gradient, of the same size, from there to the embedding's backward, so that freeing it
-    between its two uses would lower no peak. Returns the modules that are kept.
-    """
+    """Make FSDP groups of the ends of a model or pipeline stage; `free` is False if parameters stay gathered. The first
+    children (embedding) are freed after their forward. The last (norm, head) share a group and stay gathered, since
+    backward follows their forward at once. A tied weight is kept from the embedding's forward to the head's backward.
+    Autograd holds its gradient, of the same size, from there to the embedding's backward, so that freeing it between
+    its two uses would lower no peak. Returns the modules that are kept."""
     plan = pipeline_plan(model)
     if plan is None:
         return []

@@ -68,11 +68,8 @@ class Commit:
         return batches, tokens
 
     def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients over the worlds in place; return the summed metrics.
-
-        Raises:
-            StepRefused: the worlds repeat the step; weights and optimizer are as before it.
-        """
+        """Sum gradients over the worlds in place; return the summed metrics. Raises StepRefused if the worlds repeat
+        the step; weights and optimizer are as before it."""
         return metrics
 
     def settle(self, result: StepResult, *, logs: bool) -> Flags | None:

@@ -248,11 +248,8 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Recording:
-        """Capture, then replay, because capturing executes nothing.
-
-        Raises:
-            RuntimeError: CUDA cannot capture the work; a note names the option to switch off.
-        """
+        """Capture, then replay, because capturing executes nothing. Raises RuntimeError if CUDA cannot capture the
+        work; a note names the option to switch off."""
         # The trainer disables automatic collection; garbage would keep memory out of the graph's pool.
         gc.collect()
         graph = torch.cuda.CUDAGraph()

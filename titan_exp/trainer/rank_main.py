@@ -41,13 +41,8 @@ class OutOfMemory(RuntimeError):
 def explain_oom(
     experiment: Experiment, traces: Path, device: torch.device, trainer: "Callable[[], Trainer | None]"
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the `with` block into a report, also written to the folder `traces`.
-
-    `trainer` returns the trainer, or None while it is being built.
-
-    Raises:
-        OutOfMemory: from the original error.
-    """
+    """Turn an out-of-memory error of the `with` block into OutOfMemory with a report, also written to the folder
+    `traces`. `trainer` returns the trainer, or None while it is being built."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -117,11 +112,8 @@ def remedies(category: memory_snapshot.MemoryCategory, experiment: Experiment, d
 
 
 def main(run: Run | str) -> None:
-    """Train a run, or the run in a folder, on this rank, from its newest checkpoint to the end.
-
-    Raises:
-        SystemExit: with `STOPPED`, after saving, if a stop was requested.
-    """
+    """Train a run, or the run in a folder, on this rank, from its newest checkpoint to the end. Exits with `STOPPED`,
+    after saving, if a stop was requested."""
     run = run if isinstance(run, Run) else Run(run)
     folder, experiment = RunFolder(run), run.experiment
     require_variables(experiment)

@@ -78,7 +78,6 @@ class ShardAxis:
     """A mesh axis of several ranks that shards one dim of a matrix."""
 
     group: dist.ProcessGroup
-    """Ranks with different shards, in order."""
     size: int
     rank: int
     dim: int

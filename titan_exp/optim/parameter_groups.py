@@ -26,7 +26,6 @@ class NamedParameter:
 
     name: str
     parameter: nn.Parameter
-    """Plain tensor or DTensor."""
     role: Role
     """Kind of parameter: the `parameter_role` of its module, else by its dimensions."""
     rows: FusedRows | None = None

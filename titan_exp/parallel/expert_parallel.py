@@ -95,7 +95,6 @@ class RowOrder:
     """Permutation of rows and its inverse."""
 
     source: Int64[Tensor, " rows"]
-    """Index of the source row for each place."""
     target: Int64[Tensor, " rows"]
 
     @staticmethod

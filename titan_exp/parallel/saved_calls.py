@@ -149,7 +149,6 @@ class SavedCalls:
     """Calls of a block whose outputs are saved, within a budget."""
 
     traced: tuple[TracedCall, ...]
-    """Calls that may be saved, in order of execution."""
     automatic: AutomaticSave
     """Share of blocks that save one call more than the others."""
     budget: float

@@ -218,7 +218,6 @@ class Recording:
     replay: Callable[[], None]
     """Run the same kernels on the same addresses; Python numbers keep their captured values."""
     description: str
-    """Kind and memory of the graph, for the log."""
 
 
 class Recorder(Protocol):

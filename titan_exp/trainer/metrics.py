@@ -29,7 +29,6 @@ from titan_exp.trainer.profiling.step_times import ROWS, CompileReport, OwnTimes
 from titan_exp.trainer.train_state import TrainState
 
 Numbers = Mapping[str, float | int | None]
-"""Numbers of a row by name."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Row:
 
 
 MODEL = "model/"
-"""Prefix of module metrics."""
 
 
 class MetricReducer:
@@ -187,7 +185,6 @@ class Report:
         self.writes = writes
         """True if this world writes rows and heartbeats."""
         self.last_step = first_step
-        """The last finished step."""
         self.leader = dist.get_rank() == 0
         """True on the first rank of a world, which knows the whole row."""
         self.last_rows: list[dict[str, Any]] = []

@@ -78,7 +78,6 @@ class Update:
     grad_norm: Tensor
     """Global gradient norm before clipping; reading it waits for the device."""
     lr: float
-    """Learning rate of the step."""
 
 
 @dataclass
@@ -98,9 +97,7 @@ class Step:
     numbers: Numbers = field(default_factory=dict)
     """Numbers of parts in the newest row, from phase DECIDE on."""
     stop_reason: str | None = field(default=None, init=False)
-    """Reason given to `stop`."""
     wants_checkpoint: bool = field(default=False, init=False)
-    """True after `checkpoint`."""
 
     @property
     def values(self) -> Mapping[str, float]:

@@ -208,7 +208,6 @@ class TrainState:
     built: BuiltModel
     """Parallel model, with figures of the whole model."""
     model: Model
-    """Model and objective behind the interface that `train_step` uses."""
     optimizer: torch.optim.Optimizer
     clipper: GradientClipper | NormClipper
     quantize_weights: Callable[[], None]

@@ -125,7 +125,7 @@ class ValidationResult:
     """Validation loss of one source."""
 
     loss: float
-    """Mean over tokens, in nats."""
+    """Nats per token."""
     tokens: int
     text_bytes: int = 0
     """Bytes of text that they stand for; 0 if unknown."""

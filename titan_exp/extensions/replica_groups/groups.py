@@ -52,7 +52,6 @@ class ReplicaGroups:
         self._lost_since = time.monotonic()
         """Time from which work is lost if the commit is refused."""
         self.quorum: Quorum | None = None
-        """Quorum of the step being trained; None before the first."""
         self.stall = 0.0
         """Seconds since the last row that were spent waiting for other groups and on refused steps."""
         self.changed = False

@@ -57,12 +57,10 @@ class Ranks:
     """Tensor-parallel ranks that share a model."""
 
     axis: DeviceMesh
-    """Mesh axis over which parameters are sharded."""
     region: layers.TensorParallelGroup
     shards: int
     """Data ranks among which FSDP shards every parameter afterwards."""
     loss_parallel: bool
-    """True if logits stay sharded for the loss."""
 
     def divided(self, weight: Tensor, dim: int) -> nn.Parameter:
         """This rank's shard of a whole weight on the meta device."""

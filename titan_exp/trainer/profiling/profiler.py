@@ -95,7 +95,6 @@ class TimeShares:
     hidden: float
     """Time of communication that overlapped with computation."""
     idle: float
-    """Time in which nothing ran."""
 
 
 class _Segment(NamedTuple):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
-"""Backends of torch.compile that generate no code."""
 
 
 def slower_options(experiment: Experiment) -> Iterator[str]:

@@ -193,7 +193,6 @@ def _runs_of(folder: RunFolder, run_name: str) -> Path:
 TUNING_PHASES = ("_template_precompiling", "_template_autotuning")
 """Endings of inductor's names for compiling and timing candidate kernels of a matmul."""
 MAX_WARNINGS = 3
-"""Maximum number of warnings per run."""
 
 
 class CompileReport:

@@ -16,14 +16,7 @@ from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build Adafactor."""
-    return Adafactor(
-        parameter_groups(parameters, config),
-        lr=config.lr,
-        beta2_decay=config.beta2_decay,
-        eps=config.eps,
-        min_rms=config.min_rms,
-        clip_threshold=config.clip_threshold,
-    )
+    return Adafactor(parameter_groups(parameters, config), config)
 
 
 class Adafactor(GroupOptimizer):
@@ -33,18 +26,9 @@ class Adafactor(GroupOptimizer):
     weights; of the sums of row means; of the squared updates. Each update is computed twice, so that only one is held
     at a time."""
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        beta2_decay: float,
-        eps: float,
-        min_rms: float,
-        clip_threshold: float,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        self._beta2_decay, self._eps, self._min_rms, self._clip_threshold = beta2_decay, eps, min_rms, clip_threshold
+    def __init__(self, groups: Iterable[dict[str, Any]], config: Config) -> None:
+        super().__init__(groups, {"lr": config.lr, "weight_decay": 0.0})
+        self._config = config
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Update all parameters, in shared messages."""
@@ -65,8 +49,8 @@ class Adafactor(GroupOptimizer):
         for parameter, total, square, norm in zip(parameters, totals, squares, norms, strict=True):
             elements = parameter.shape[-2:].numel()
             step = float(self.state[parameter]["step"])
-            size = (norm / elements).sqrt().clamp(min=self._min_rms) * min(group["lr"], step**-0.5)
-            excess = ((square / elements).sqrt() / self._clip_threshold).clamp(min=1.0)
+            size = (norm / elements).sqrt().clamp(min=self._config.min_rms) * min(group["lr"], step**-0.5)
+            excess = ((square / elements).sqrt() / self._config.clip_threshold).clamp(min=1.0)
             weight = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
             weight.sub_(self._direction(parameter, total).mul_(size / excess))
 
@@ -89,7 +73,7 @@ class Adafactor(GroupOptimizer):
         for parameter, (row, columns, column, rows) in zip(parameters, found, strict=True):
             state = self._state_of(parameter)
             state["step"] += 1
-            share = float(state["step"]) ** self._beta2_decay
+            share = float(state["step"]) ** self._config.beta2_decay
             if column is None:
                 local_tensor(state["variance"]).lerp_(row, share)
             else:
@@ -99,7 +83,7 @@ class Adafactor(GroupOptimizer):
 
     def _direction(self, parameter: Tensor, row_total: Tensor) -> Tensor:
         """Gradient over the root of its second moment."""
-        state, smallest = self.state[parameter], self._eps
+        state, smallest = self.state[parameter], self._config.eps
         if "variance" in state:
             variance = local_tensor(state["variance"]).clone()
         else:

@@ -93,7 +93,7 @@ class GroupExchange(Exchange):
         if outer is None:
             return ()
         saves = self.experiment.checkpoint.mode != "off"
-        largest = LargestSynchronization(outer, self.config, state.model.parts, state.optimizer, saves=saves)
+        largest = LargestSynchronization(outer, self.config, state, saves=saves)
         sends, ends = [largest.send], [largest.apply, largest.collect]
         if self.config.delay:
             return (Beside("communication", SYNCHRONIZATION, ends, before=sends),)

@@ -35,6 +35,7 @@ from titan_exp.trainer.commit import Flags
 from titan_exp.trainer.experts import LOAD, is_of_experts
 from titan_exp.trainer.metrics import Row
 from titan_exp.trainer.objective import Reduction
+from titan_exp.trainer.train_state import TrainState
 
 T = TypeVar("T")
 
@@ -299,17 +300,9 @@ class SemiSync:
 class LargestSynchronization:
     """Largest synchronization of a rank in the planner; if the run `saves`, in the group that does."""
 
-    def __init__(
-        self,
-        outer: OuterOptimizer,
-        config: SemiSyncConfig,
-        parts: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
-        *,
-        saves: bool,
-    ) -> None:
-        self._outer, self._config, self._parts, self._optimizer = outer, config, parts, optimizer
-        self._saves = saves
+    def __init__(self, outer: OuterOptimizer, config: SemiSyncConfig, state: TrainState, *, saves: bool) -> None:
+        self._outer, self._config, self._saves = outer, config, saves
+        self._parts, self._optimizer = state.model.parts, state.optimizer
         self._fragment: FragmentInFlight | None = None
 
     def send(self) -> None:

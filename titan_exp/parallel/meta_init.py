@@ -2,6 +2,7 @@
 families meet them; your model may not, and a missing part would be ignored or fail in training."""
 
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -267,10 +268,14 @@ def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violatio
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     )
     in_blocks = shards and isinstance(getattr(model, "blocks", None), nn.ModuleDict)
+    patterns = layout.training.fp32_modules
     for name, parameter in named:
         first, *rest = name.split(".")
         fsdp_group = f"{first}.{rest[0]}" if first == "blocks" and in_blocks else "the rest"
-        groups.setdefault(parameter, {})[name] = _fp32_module(name, layout.training.fp32_modules) or fsdp_group
+        modules = itertools.accumulate((first, *rest[:-1]), "{}.{}".format) if rest else ()
+        in_fp32 = (path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns))
+        outermost = next((f"{path} (training.fp32_modules)" for path in in_fp32), None)
+        groups.setdefault(parameter, {})[name] = outermost or fsdp_group
     for names in groups.values():
         owners = dict.fromkeys(names.values())
         if len(owners) > 1:
@@ -280,14 +285,6 @@ def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violatio
                 "tie weights outside of blocks or within one block, or train on one rank without training.fp32_modules"
             )
             yield Violation("model.architecture", type(model).__name__, reason, remedy)
-
-
-def _fp32_module(name: str, fp32_modules: tuple[str, ...]) -> str | None:
-    """Outermost module of `fp32_modules` that holds a parameter."""
-    parts = name.split(".")
-    modules = (".".join(parts[:end]) for end in range(1, len(parts)))
-    found = (module for module in modules if any(fnmatchcase(module, pattern) for pattern in fp32_modules))
-    return next((f"{module} (training.fp32_modules)" for module in found), None)
 
 
 def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:

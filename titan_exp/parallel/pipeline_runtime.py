@@ -150,7 +150,15 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
             [Action(rank, kind, number) for kind in "FB" for number in range(microbatches)] for rank in range(ranks)
         ]
     if schedule == "1F1B":
-        return [_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)]
+        found: Schedule = [[] for _ in range(ranks)]
+        for rank, actions in enumerate(found):
+            # Forward until the first gradient returns, then one forward for each backward.
+            warmup = min(ranks - 1 - rank, microbatches)
+            actions += [Action(rank, "F", number) for number in range(warmup)]
+            for number in range(warmup, microbatches):
+                actions += [Action(rank, "F", number), Action(rank, "B", number - warmup)]
+            actions += [Action(rank, "B", number) for number in range(microbatches - warmup, microbatches)]
+        return found
     return _by_torch(schedule, ranks, stages // ranks, microbatches)
 
 
@@ -181,15 +189,6 @@ def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step
                 sending = rank == source
                 steps.append(P2POp(sending, target if sending else source, action))
     return steps
-
-
-def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """1F1B: forward until the first gradient returns, then one forward for each backward."""
-    warmup = min(ranks - 1 - rank, microbatches)
-    actions = [Action(rank, "F", number) for number in range(warmup)]
-    for number in range(warmup, microbatches):
-        actions += [Action(rank, "F", number), Action(rank, "B", number - warmup)]
-    return actions + [Action(rank, "B", number) for number in range(microbatches - warmup, microbatches)]
 
 
 def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:

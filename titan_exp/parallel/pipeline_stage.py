@@ -1,7 +1,7 @@
 """Pipeline stage: forward and backward passes of single micro-batches through its part of the model."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,7 +53,12 @@ class BackwardSplit:
         self._names = {node: name for node, (name, _) in named.items()}
         self._kept = deque[tuple[Node, tuple[Tensor | None, ...]]]()
         branches = _branches(output, input, self._weights.keys())
-        early = _early_weights(branches)
+        # Weights whose gradients are computed with the input gradient; branches are ordered deepest first.
+        compiled = [node.name().startswith("CompiledFunction") for node in branches]
+        # Where only nodes above all compiled graphs are left for the second part, they would keep the graphs alive.
+        above = any(compiled) and all(compiled[: sum(compiled)])
+        found = zip(branches.values(), compiled, strict=True)
+        early = set[Node]().union(*(branch.weights for branch, is_compiled in found if is_compiled or above))
         # A weight of a compiled graph has its whole gradient early, including the part from uses elsewhere.
         self._branches = {
             node: branch._replace(weights=branch.weights - early)
@@ -113,15 +118,6 @@ class _Branch(NamedTuple):
     """Nodes that accumulate their gradients."""
     begins: tuple[GradientEdge, ...] = ()
     """Edges off the path, if a weight is also used further down the path; empty stands for all edges."""
-
-
-def _early_weights(branches: Mapping[Node, _Branch]) -> set[Node]:
-    """Weights whose gradients are computed with the input gradient; `branches` are ordered deepest first."""
-    compiled = [node.name().startswith("CompiledFunction") for node in branches]
-    # Where only nodes above all compiled graphs are left for the second part, they would keep the graphs alive for it.
-    above = any(compiled) and all(compiled[: sum(compiled)])
-    found = (branch.weights for branch, early in zip(branches.values(), compiled, strict=True) if early or above)
-    return set().union(*found)
 
 
 def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, _Branch]:

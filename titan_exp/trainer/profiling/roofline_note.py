@@ -78,7 +78,11 @@ class RooflineNote(Part):
         device, file = report.mesh.device, report.folder.roofline
         measured = read_rates(report.cache, device_name(device))
         dtype = "bf16" if training.mixed_precision == "bf16" else "fp32"
-        peak = report.peak or _share_of_cores(matmul_rate(device, dtype, report.cache), device)
+        peak = report.peak or matmul_rate(device, dtype, report.cache)
+        if peak is not None and report.peak is None and device.type == "cpu":  # this rank has a share of the cores
+            cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+            source = peak.source if threads >= cores else f"{threads} of {cores} cores of the {peak.source}"
+            peak = PeakRate(peak.tflops * min(1.0, threads / cores), source)
         rate = spent.tokens / spent.training / report.mesh.world.size()
         clipped = training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients)
         note = Roofline(
@@ -109,15 +113,6 @@ def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int
             tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
             total += 2 * (_bytes(parameter) + sum(map(_bytes, tensors))) + gradient * (4 if clipped else 2)
     return total
-
-
-def _share_of_cores(peak: PeakRate | None, device: torch.device) -> PeakRate | None:
-    """Scale a CPU's peak to the threads of this rank."""
-    if peak is None or device.type != "cpu":
-        return peak
-    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
-    source = peak.source if threads >= cores else f"{threads} of {cores} cores of the {peak.source}"
-    return PeakRate(peak.tflops * min(1.0, threads / cores), source)
 
 
 def _flops(tflops: float) -> str:

@@ -48,7 +48,7 @@ class Model(ABC):
     def __init__(
         self, parts: Sequence[nn.Module], objective: Objective, mesh: Mesh, weights: ComputeWeights | None = None
     ) -> None:
-        self.parts, self.objective, self.weights = list(parts), objective, weights or ComputeWeights()
+        self.parts, self.objective, self.weights = parts, objective, weights or ComputeWeights()
         self._mesh = mesh
         self._parameters = [parameter for part in parts for parameter in part.parameters()]
         self._unique_parameters = self._parameters

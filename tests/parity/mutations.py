@@ -272,10 +272,13 @@ def partial_gradients_are_taken_for_whole_ones() -> None:
 
 
 def gradients_of_hidden_states_are_not_summed() -> None:
-    patch(
-        "titan_exp.parallel.tensor_parallel.layers._CopyToTP.backward",
-        lambda _: lambda ctx, *gradients: (gradients[0], None),
-    )
+    def make(original: Any) -> Any:
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return (gradients[0], None, None, None) if ctx.of_gradient == "sum" else original(ctx, *gradients)
+
+        return backward
+
+    patch("titan_exp.parallel.tensor_parallel.layers._Dual.backward", make)
 
 
 def partial_outputs_are_taken_for_whole_ones() -> None:

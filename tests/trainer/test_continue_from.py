@@ -208,7 +208,7 @@ def test_a_parent_in_remote_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def ranks_see_other_checkpoints() -> None:
     """A parent that is still training saves between one rank's look and another's."""
     patch(
-        "titan_exp.trainer.restore.parent_checkpoint",
+        "titan_exp.config.checkpoint_files.parent_checkpoint",
         lambda original: lambda path, step: original(path, (5, 10)[dist.get_rank()]),
     )
 

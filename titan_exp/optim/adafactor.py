@@ -16,44 +16,32 @@ from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build Adafactor."""
-    return Adafactor(
-        parameter_groups(parameters, config),
-        lr=config.lr,
-        beta2_decay=config.beta2_decay,
-        eps=config.eps,
-        min_rms=config.min_rms,
-        clip_threshold=config.clip_threshold,
-    )
+    return Adafactor(parameter_groups(parameters, config), config)
 
 
 class Adafactor(GroupOptimizer):
-    """Adafactor for plain tensors and DTensors; each matrix of a stack has its own means and scale.
+    """Adafactor for plain tensors and DTensors; each matrix of a stack has its own means and scale. State: one element
+    per row and per column of a matrix, sharded like the rows and columns; one per element of a vector. A step makes
+    three all-reduces per group of parameters and sharding axis: of the sums over rows and columns and of the squared
+    weights; of the sums of row means; of the squared updates. Each update is computed twice, so that only one is held
+    at a time."""
 
-    State: one element per row and per column of a matrix, sharded like the rows and columns; one per element of a
-    vector. A step makes three all-reduces per group of parameters and sharding axis: of the sums over rows and columns
-    and of the squared weights; of the sums of row means; of the squared updates. Each update is computed twice, so that
-    only one is held at a time.
-    """
-
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        beta2_decay: float,
-        eps: float,
-        min_rms: float,
-        clip_threshold: float,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        self._beta2_decay, self._eps, self._min_rms, self._clip_threshold = beta2_decay, eps, min_rms, clip_threshold
+    def __init__(self, groups: Iterable[dict[str, Any]], config: Config) -> None:
+        super().__init__(groups, {"lr": config.lr, "weight_decay": 0.0})
+        self._config = config
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Update all parameters, in shared messages."""
         axes = [ShardedMatrix.of(weight if weight.ndim > 1 else weight[None]).axes for weight in parameters]
         norms = self._track(parameters, axes)
-        totals = [self._row_total(parameter) for parameter in parameters]
-        sum_over_shards([(total, _of(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
+        # Sums of this rank's row means of each matrix; zeros for vectors.
+        totals = [
+            local_tensor(state["row_variance"]).sum(ROWS, keepdim=True)
+            if "row_variance" in (state := self.state[parameter])
+            else local_tensor(state["variance"]).new_zeros(1)
+            for parameter in parameters
+        ]
+        sum_over_shards([(total, _sharding(ROWS, found)) for total, found in zip(totals, axes, strict=True)])
         squares = [
             _square_sum(self._direction(parameter, total)) for parameter, total in zip(parameters, totals, strict=True)
         ]
@@ -61,8 +49,8 @@ class Adafactor(GroupOptimizer):
         for parameter, total, square, norm in zip(parameters, totals, squares, norms, strict=True):
             elements = parameter.shape[-2:].numel()
             step = float(self.state[parameter]["step"])
-            size = (norm / elements).sqrt().clamp(min=self._min_rms) * min(group["lr"], step**-0.5)
-            excess = ((square / elements).sqrt() / self._clip_threshold).clamp(min=1.0)
+            size = (norm / elements).sqrt().clamp(min=self._config.min_rms) * min(group["lr"], step**-0.5)
+            excess = ((square / elements).sqrt() / self._config.clip_threshold).clamp(min=1.0)
             weight = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
             weight.sub_(self._direction(parameter, total).mul_(size / excess))
 
@@ -77,7 +65,7 @@ class Adafactor(GroupOptimizer):
             if parameter.ndim > 1:
                 squares = gradient.square()
                 means = squares.sum(COLUMNS, keepdim=True), squares.sum(ROWS, keepdim=True)
-                sums += [(means[0], _of(COLUMNS, shards)), (means[1], _of(ROWS, shards))]
+                sums += [(means[0], _sharding(COLUMNS, shards)), (means[1], _sharding(ROWS, shards))]
                 found.append((means[0], parameter.shape[COLUMNS], means[1], parameter.shape[ROWS]))
             else:
                 found.append((gradient.square(), 1, None, 1))
@@ -85,7 +73,7 @@ class Adafactor(GroupOptimizer):
         for parameter, (row, columns, column, rows) in zip(parameters, found, strict=True):
             state = self._state_of(parameter)
             state["step"] += 1
-            share = float(state["step"]) ** self._beta2_decay
+            share = float(state["step"]) ** self._config.beta2_decay
             if column is None:
                 local_tensor(state["variance"]).lerp_(row, share)
             else:
@@ -93,16 +81,9 @@ class Adafactor(GroupOptimizer):
                 local_tensor(state["column_variance"]).lerp_(column / rows, share)
         return norms
 
-    def _row_total(self, parameter: Tensor) -> Tensor:
-        """Sum this rank's row means of each matrix; zero for a vector."""
-        state = self.state[parameter]
-        if "variance" in state:
-            return local_tensor(state["variance"]).new_zeros(1)
-        return local_tensor(state["row_variance"]).sum(ROWS, keepdim=True)
-
     def _direction(self, parameter: Tensor, row_total: Tensor) -> Tensor:
         """Gradient over the root of its second moment."""
-        state, smallest = self.state[parameter], self._eps
+        state, smallest = self.state[parameter], self._config.eps
         if "variance" in state:
             variance = local_tensor(state["variance"]).clone()
         else:
@@ -128,12 +109,11 @@ class Adafactor(GroupOptimizer):
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    """Sum of squares of each matrix, or of a vector."""
     dims = (ROWS, COLUMNS) if tensor.ndim > 1 else (COLUMNS,)
     return tensor.square().sum(dims, keepdim=True)
 
 
-def _of(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
+def _sharding(dim: int, axes: Sequence[ShardAxis]) -> tuple[ShardAxis, ...]:
     return tuple(axis for axis in axes if axis.dim == dim)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,7 @@ from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
-    """Build the implementation that `implementation` and `state_precision` choose.
-
-    Raises:
-        UserError: a block of 8-bit moments would lie on two ranks.
-    """
+    """Build the chosen implementation. Raises UserError if a block of 8-bit moments would lie on two ranks."""
     groups, lr, betas = parameter_groups(parameters, config), config.lr, (config.betas[0], config.betas[1])
     assert config.implementation != "auto", "resolved before launch"
     precision, implementation, eps = config.state_precision, config.implementation, config.eps
@@ -77,11 +73,8 @@ class FusedAdamW(torch.optim.AdamW):
 
 class FusedClipAdamW(GroupOptimizer):
     """Fused AdamW on CUDA: our kernel clips and updates in one pass over memory. Parameters are fp32, moments have the
-    dtype `moments`.
-
-    States have the names, shapes and dtypes of torch's fused AdamW (with bf16 moments, of `LowPrecisionAdamW`), so
-    checkpoints are interchangeable.
-    """
+    dtype `moments`. States have the names, shapes and dtypes of torch's fused AdamW (with bf16 moments, of
+    `LowPrecisionAdamW`), so checkpoints are interchangeable."""
 
     def __init__(
         self,
@@ -102,8 +95,7 @@ class FusedClipAdamW(GroupOptimizer):
         self._grad_scale = factor
 
     def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
-        """Make each update also round the parameter into its compute weight. Gradients may then have the compute
-        weight's dtype."""
+        """Make each update also round parameters into compute weights, whose dtype gradients may have."""
         self._copies = copies
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -135,95 +127,59 @@ class FusedClipAdamW(GroupOptimizer):
             )
 
 
-class MomentFormat(Protocol):
-    """Storage format of one moment of a parameter, as one or two tensors.
-
-    Blocks of 8-bit moments lie within rows. So each is whole on one rank and a checkpoint fits every layout, unlike
-    torchao's optimizers, which block the local shard.
-    """
-
-    def empty(self, like: Tensor) -> list[Tensor]:
-        """Allocate a zero moment for this rank's shard of a parameter."""
-        ...
-
-    def read(self, kept: list[Tensor]) -> Tensor:
-        """Read the moment in fp32; the caller must not modify it."""
-        ...
-
-    def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """Store a moment."""
-        ...
-
-
-class Rounded:
-    """Moment rounded to a torch dtype."""
+class _Rounded:
+    """Storage format of one moment: rounded to a torch dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Allocate one tensor of the dtype."""
+        """Zero moment for this rank's shard of a parameter, as one or two tensors."""
         return [torch.zeros_like(like, dtype=self.dtype)]
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """Return the stored tensor."""
+        """Moment in fp32; the caller must not modify it."""
         return kept[0].float()
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """Round to nearest."""
         kept[0].copy_(moment)
 
 
-class Float8Blocks:
-    """Moment in float8: e4m3 numbers as bytes, and an fp32 scale per block.
+class _Float8Blocks(_Rounded):
+    """Moment in float8: e4m3 numbers as bytes, and an fp32 scale per block. Blocks lie within rows, so each is whole on
+    one rank and a checkpoint fits every layout. Of a non-negative moment, square roots are stored: a second moment
+    spans twice its gradients' exponents; one that underflows makes the update far too large."""
 
-    `root` stores square roots of a non-negative moment. A second moment spans twice the exponents of its gradients, and
-    one that underflows to 0 makes the update far too large.
-    """
-
-    def __init__(self, *, root: bool = False) -> None:
-        self.root = root
+    def __init__(self, *, signed: bool) -> None:
+        super().__init__(torch.uint8)
+        self.signed = signed
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Allocate bytes, and scales [..., columns / MOMENT_BLOCK]."""
         scales = torch.zeros(*like.shape[:-1], like.shape[-1] // MOMENT_BLOCK, device=like.device)
-        return [torch.zeros_like(like, dtype=torch.uint8), scales]
+        return [*super().empty(like), scales]
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """Multiply numbers by their block's scale."""
         numbers = kept[0].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, MOMENT_BLOCK))
         found = (numbers * kept[1][..., None]).flatten(-2)
-        return found.square_() if self.root else found
+        return found if self.signed else found.square_()
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """Scale each block so that its largest value is e4m3's largest."""
         from torchao.optim.subclass_fp8 import quantize_fp8
 
-        moment = moment.sqrt() if self.root else moment
-        numbers, scales = quantize_fp8(moment.contiguous(), MOMENT_BLOCK)
+        numbers, scales = quantize_fp8((moment if self.signed else moment.sqrt()).contiguous(), MOMENT_BLOCK)
         kept[0].copy_(numbers.view(torch.uint8))
         kept[1].copy_(scales.view_as(kept[1]))
 
 
-class DynamicBlocks:
-    """Moment in dynamic 8-bit: codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per
-    block."""
-
-    def __init__(self, *, signed: bool) -> None:
-        self.signed = signed
-
-    def empty(self, like: Tensor) -> list[Tensor]:
-        """Allocate codes, and scales [..., columns / MOMENT_BLOCK]."""
-        return Float8Blocks().empty(like)
+class _DynamicBlocks(_Float8Blocks):
+    """Moment in dynamic 8-bit: codes denser around zero (Dettmers et al. 2022), and an fp32 scale per block."""
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """Multiply the codes' values by their block's scale."""
         from torchao.optim.quant_utils import dequant_with_qmap
 
         return dequant_with_qmap(kept[0], _values(self.signed, kept[0].device), kept[1].flatten())
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """Store the nearest code of each number, relative to its block's largest."""
         from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
         scaled, scales = scale_tensor(moment.contiguous(), MOMENT_BLOCK)
@@ -231,16 +187,15 @@ class DynamicBlocks:
         kept[1].copy_(scales.view_as(kept[1]))
 
 
-def formats_of(precision: str) -> tuple[MomentFormat, MomentFormat]:
+def _formats_of(precision: str) -> tuple[_Rounded, _Rounded]:
     """Formats of the first and second moment, by `optimizer.state_precision`."""
     if precision in ("fp32", "bf16"):
-        rounded = Rounded(torch.float32 if precision == "fp32" else torch.bfloat16)
+        rounded = _Rounded(torch.float32 if precision == "fp32" else torch.bfloat16)
         return rounded, rounded
     with import_torchao():
         import torchao.optim  # noqa: F401  # its functions are imported where used
-    if precision == "fp8":
-        return Float8Blocks(), Float8Blocks(root=True)
-    return DynamicBlocks(signed=True), DynamicBlocks(signed=False)
+    kind = _Float8Blocks if precision == "fp8" else _DynamicBlocks
+    return kind(signed=True), kind(signed=False)
 
 
 @cache
@@ -255,31 +210,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class LowPrecisionAdamW(GroupOptimizer):
     """AdamW whose moments are stored in `precision` (`bf16`, `int8` or `fp8`) and computed in fp32, parameter by
-    parameter.
-
-    With 8-bit moments, vectors and matrices whose columns are not a multiple of a block keep fp32 moments.
-
-    Raises:
-        UserError: a block of 8-bit moments would lie on two ranks.
-    """
+    parameter. With 8-bit moments, vectors and matrices whose columns are not a multiple of a block keep fp32 moments.
+    Raises UserError if a block of 8-bit moments would lie on two ranks."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, precision: str
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._formats, self._in_blocks = formats_of(precision), precision in ("int8", "fp8")
-        if self._in_blocks:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    _require_whole_blocks(parameter, precision)
+        self._formats, self._in_blocks = _formats_of(precision), precision in ("int8", "fp8")
+        for group in self.param_groups if self._in_blocks else ():
+            for parameter in group["params"]:
+                _require_whole_blocks(parameter, precision)
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the parameters one by one."""
         for parameter in parameters:
             self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, formats = self.state[parameter], self._formats_of(parameter)
+        state, formats = self.state[parameter], self._formats
+        if self._in_blocks and not _has_blocks(parameter):
+            formats = (_Rounded(torch.float32), _Rounded(torch.float32))
         if not state:
             state["step"] = torch.tensor(0.0)
             for name, moment in zip(MOMENTS, formats, strict=True):
@@ -300,11 +250,6 @@ class LowPrecisionAdamW(GroupOptimizer):
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         denominator = second.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
         weight.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
-
-    def _formats_of(self, parameter: Tensor) -> tuple[MomentFormat, MomentFormat]:
-        if self._in_blocks and not _has_blocks(parameter):
-            return Rounded(torch.float32), Rounded(torch.float32)
-        return self._formats
 
 
 def _has_blocks(parameter: Tensor) -> bool:

@@ -33,16 +33,13 @@ def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.O
 
 
 class Dion(MatrixOptimizer[Config]):
-    """Dion for plain tensors and DTensors; every matrix of a stack is updated alone.
-
-    State: the momentum, sharded like the parameter, and the right factor [rank, columns], sharded like the columns. No
-    rank gathers a matrix. For a matrix of rank r, messages are in fp32: the left factor [rows, r] is summed over ranks
-    that shard columns, and gathered over ranks that shard rows, all of which orthonormalize it by QR. The right factor
-    [r, columns] is summed over ranks that shard rows, and its r squared norms over ranks that shard columns.
-    """
+    """Dion for plain tensors and DTensors; every matrix of a stack is updated alone. State: the momentum, sharded like
+    the parameter, and the right factor [rank, columns], sharded like the columns. No rank gathers a matrix. For a
+    matrix of rank r, messages are in fp32: the left factor [rows, r] is summed over ranks that shard columns, and
+    gathered over ranks that shard rows, all of which orthonormalize it by QR. The right factor [r, columns] is summed
+    over ranks that shard rows, and its r squared norms over ranks that shard columns."""
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the matrices one by one."""
         for parameter in parameters:
             self._update(parameter, group)
 
@@ -83,7 +80,6 @@ class Dion(MatrixOptimizer[Config]):
 
 
 def _all_reduce(tensor: Tensor, axes: Sequence[ShardAxis], dim: int) -> Tensor:
-    """Sum in place over the ranks that shard a dim."""
     for axis in axes:
         if axis.dim == dim:
             dist.all_reduce(tensor, group=axis.group)
@@ -109,7 +105,6 @@ def _orthonormal(left: Tensor, sharding: ShardedMatrix) -> Tensor:
 
 
 def _own_shard(matrix: Tensor, sharding: ShardedMatrix) -> Tensor:
-    """This rank's padded shard of a whole matrix."""
     shards = sharding.split(matrix)
     for axis in sharding.axes:
         shards = shards[axis.rank]

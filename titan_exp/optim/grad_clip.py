@@ -1,9 +1,6 @@
 """Gradient norms, and gradient clipping by the global norm, by value, by the norms of parameter groups, or by AdaGC.
-Every layout clips as one device does.
-
-Squared norms are summed per mesh and placement and reduced over the axes that shard them, so parameters may live on any
-mixture of meshes. A replicated tensor counts once.
-"""
+Every layout clips as one device does. Squared norms are summed per mesh and placement and reduced over the axes that
+shard them, so parameters may live on any mixture of meshes. A replicated tensor counts once."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +25,7 @@ AVERAGE_NORM = "average_grad_norm"
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm of all gradients of the model, an fp32 scalar equal on every rank.
-
-    `parameters` are this rank's, without copies of tied weights, which another pipeline stage counts.
-    """
+    """L2 norm of the model's gradients, fp32, equal on every rank, from this rank's without copies of tied ones."""
     gradients, device = list[Tensor](), torch.device("cpu")
     for parameter in parameters:
         device = parameter.device
@@ -54,9 +48,7 @@ def parameter_norms(parameters: Sequence[Tensor]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters]
     norms = iter(_norms([local_tensor(gradient) for gradient in gradients if gradient is not None]))
     squares = [
-        local_tensor(parameter.detach()).new_zeros((), dtype=torch.float32)
-        if parameter.grad is None
-        else next(norms).square()
+        torch.zeros((), device=parameter.device) if parameter.grad is None else next(norms).square()
         for parameter in parameters
     ]
     return sum_over_shards(squares, parameters).sqrt()
@@ -117,8 +109,7 @@ def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
 
 
 class NormClipper:
-    """Clips gradients only by their global norm, which an optimizer may do inside its step; without `max_norm`, never.
-    `parameters` are all parameters of this rank."""
+    """Clips gradients only by their global norm, perhaps inside the optimizer's step; without `max_norm`, never."""
 
     in_place = False
     """True if gradients must have the dtype of their parameters."""
@@ -150,11 +141,8 @@ class NormClipper:
 
 
 class GradientClipper:
-    """Clips the gradients of this rank's parameters in place, in the dtype of the parameters.
-
-    `unique` excludes copies of tied weights, which another pipeline stage counts; `max_norm` limits parameters without
-    a limit of their own.
-    """
+    """Clips the gradients of this rank's parameters in place, in the dtype of the parameters. `unique` excludes copies
+    of tied weights, which another pipeline stage counts; `max_norm` limits parameters without a limit of their own."""
 
     in_place = True
 
@@ -171,10 +159,8 @@ class GradientClipper:
     ) -> None:
         self._config, self._max_norm, self._pp_group = config, max_norm, pp_group
         self._parameters = [named.parameter for named in parameters]
-        self._limits = {REST: max_norm} | {
-            name: group.max_grad_norm for name, group in groups.items() if group.max_grad_norm is not None
-        }
-        own = {name: groups[name] for name in self._limits if name != REST}
+        own = {name: group for name, group in groups.items() if group.max_grad_norm is not None}
+        self._limits = {REST: max_norm, **{name: group.max_grad_norm for name, group in own.items()}}
         self._limit_of = [
             next((name for name, group in own.items() if group.has(named.name, named.role)), REST)
             for named in parameters
@@ -263,27 +249,21 @@ class GradientClipper:
 
 class AdaGC:
     """Adaptive gradient clipping (Wang et al. 2025, arXiv 2502.11034): every parameter has a threshold from its average
-    gradient norm, which is infinite until it has a gradient.
-
-    A parameter is a whole tensor, such as a fused projection or a stack of experts. Its average norm is a scalar in its
-    optimizer state, so checkpoints of any layout hold it by name.
-    """
+    gradient norm, which is infinite until it has a gradient. A parameter is a whole tensor, such as a fused projection
+    or a stack of experts. Its average norm is a scalar in its optimizer state, so checkpoints of any layout hold it by
+    name."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], config: GradClipConfig) -> None:
         self._optimizer, self._parameters, self._config = optimizer, list(parameters), config
         device = local_tensor(self._parameters[0]).device if self._parameters else None
         self.averages = torch.full((len(self._parameters),), torch.inf, device=device)
-        """Average norm of each parameter."""
         self.begun = 0
         """Step after which the averages began; the warm-up counts from it."""
 
     @torch.no_grad()
     def factors(self, norms: Tensor, *, step: int, grad_norm: Tensor, max_norm: float | None) -> Tensor:
-        """Factors [parameters] for gradients with these norms; the clipped norms join the averages.
-
-        A zero gradient sets no threshold, since it would freeze its parameter; a gradient that is not finite sets none
-        either.
-        """
+        """Factors [parameters] for gradients with these norms; the clipped norms join the averages. A zero gradient
+        sets no threshold, since it would freeze its parameter; a gradient that is not finite sets none either."""
         averages = self.averages
         if step - self.begun <= self._config.warmup_steps:
             factor = torch.ones_like(norms) if max_norm is None else clip_factor(grad_norm, max_norm).expand_as(norms)
@@ -310,8 +290,7 @@ class AdaGC:
         self.begun = begun if begun is not None else 0 if known else step
 
     def keep(self) -> None:
-        """Keep the averages in the optimizer's state. Call it after the step, since optimizers create their own state
-        where there is none."""
+        """Keep the averages in the optimizer's state, after the step, which creates its own where there is none."""
         for parameter, average in zip(self._parameters, self.averages.unbind(), strict=True):
             if parameter.grad is not None:
                 self._optimizer.state[parameter].setdefault(AVERAGE_NORM, average)

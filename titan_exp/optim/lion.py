@@ -14,22 +14,17 @@ from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build Lion."""
-    dtype = torch.float32 if config.state_precision == "fp32" else torch.bfloat16
-    return Lion(parameter_groups(parameters, config), lr=config.lr, betas=config.betas, dtype=dtype)
+    return Lion(parameter_groups(parameters, config), config)
 
 
 class Lion(GroupOptimizer):
-    """Lion, parameter by parameter and without messages; the momentum has dtype `dtype` and is sharded like the
-    parameter."""
+    """Lion, parameter by parameter, without messages; the momentum is sharded like the parameter."""
 
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: Sequence[float], dtype: torch.dtype
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
-        self._dtype = dtype
+    def __init__(self, groups: Iterable[dict[str, Any]], config: Config) -> None:
+        super().__init__(groups, {"lr": config.lr, "betas": config.betas, "weight_decay": 0.0})
+        self._dtype = torch.float32 if config.state_precision == "fp32" else torch.bfloat16
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the parameters one by one."""
         for parameter in parameters:
             state, (share, decay) = self.state[parameter], group["betas"]
             if not state:

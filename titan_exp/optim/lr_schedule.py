@@ -1,7 +1,5 @@
-"""Learning-rate schedule: linear warmup, a stable phase, decay to a floor; once or in cycles.
-
-It is a pure function of the step, so it has no state to checkpoint, and a changed configuration takes effect on resume.
-"""
+"""Learning-rate schedule: linear warmup, a stable phase, decay to a floor; once or in cycles. It is a pure function of
+the step, so it has no state to checkpoint, and a changed configuration takes effect on resume."""
 
 import math
 from collections.abc import Callable
@@ -17,10 +15,8 @@ if TYPE_CHECKING:
 
 
 class Decays:
-    """Factors between floor (0) and the rate before the decay (1) by progress through it, from 0 to 1.
-
-    A function here is a value of `lr_schedule.decay`, and its docstring the value's meaning in the reference.
-    """
+    """Factors between floor (0) and the rate before the decay (1) by progress through it, from 0 to 1. A function here
+    is a value of `lr_schedule.decay`, and its docstring the value's meaning in the reference."""
 
     @staticmethod
     def linear(progress: float) -> float:
@@ -56,12 +52,15 @@ class LRSchedule:
         self._decay = _decay(config)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of a step, counted from 1. It peaks exactly at `warmup_steps`. The floor would be reached one
-        step after the last, so that every step trains."""
-        config = self.config
+        """Learning rate of a step, counted from 1, with its peak at `warmup_steps`. The floor follows the last step."""
+        config, left = self.config, self.steps - self.config.warmup_steps
         if step < config.warmup_steps:
             return self.peak * step / config.warmup_steps
-        decay, before_decay = self._decay_phase(step)
+        # Decay steps in the cycle of this step, and the last step before they begin.
+        ends = [config.warmup_steps + left * number // config.cycles for number in range(config.cycles + 1)]
+        begin, end = next((pair for pair in pairwise(ends) if step <= pair[1]), (ends[-2], ends[-1]))
+        decay = min(config.decay_steps, end - begin)
+        before_decay = end - decay
         if decay == 0 or step <= before_decay:
             return self._stable(step)
         factor = self._decay(min(1.0, (step - before_decay) / (decay + 1)))
@@ -71,14 +70,6 @@ class LRSchedule:
         """Rate of the stable phase: peak · (warmup / step)^power."""
         first = max(1, self.config.warmup_steps)
         return self.peak * (first / max(step, first)) ** self.config.power
-
-    def _decay_phase(self, step: int) -> tuple[int, int]:
-        """Number of decay steps in the cycle of a step, and the last step before they begin."""
-        config, left = self.config, self.steps - self.config.warmup_steps
-        ends = [config.warmup_steps + left * number // config.cycles for number in range(config.cycles + 1)]
-        begin, end = next((pair for pair in pairwise(ends) if step <= pair[1]), (ends[-2], ends[-1]))
-        decay = min(config.decay_steps, end - begin)
-        return decay, end - decay
 
 
 def set_lr(optimizer: "torch.optim.Optimizer", lr: float) -> None:

@@ -25,18 +25,14 @@ ROWS, COLUMNS = -2, -1
 BATCH_ELEMENTS = 2**26
 """Number of matrix elements that a rank computes with at a time, unless one matrix is larger."""
 NOISE = 1e-4
-"""Magnitude of an element or a direction, relative to the largest of its matrix, at which half of it counts as
-signal."""
+"""Magnitude of a number, relative to the largest of its matrix, at which half of it counts as signal."""
 
 
 C = TypeVar("C", bound=MatrixOptimizerConfig)
 
 
 class MatrixOptimizer(GroupOptimizer, Generic[C]):
-    """Updates groups with `matrices` by `update_matrices`, and other groups by torch's fused AdamW.
-
-    Embedding, head and vectors are never matrices.
-    """
+    """Updates groups of matrices by `update_matrices`; others (embedding, head, vectors) by torch's fused AdamW."""
 
     def __init__(self, parameters: Sequence[NamedParameter], config: C) -> None:
         groups = [
@@ -54,7 +50,6 @@ class MatrixOptimizer(GroupOptimizer, Generic[C]):
         """Update the matrices of a group that have gradients."""
 
     def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update a group of matrices, or a group of other parameters."""
         (self.update_matrices if group["matrices"] else self._update_others)(parameters, group)
 
     def _update_others(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
@@ -83,24 +78,18 @@ class ShardAxis:
     """A mesh axis of several ranks that shards one dim of a matrix."""
 
     group: dist.ProcessGroup
-    """Ranks with different shards, in order."""
     size: int
-    """Number of ranks."""
     rank: int
-    """This rank's index."""
     dim: int
     """`ROWS` or `COLUMNS`."""
     applied_last: bool
-    """True for FSDP over a dim that another axis shards, too: FSDP divides that axis's shards, although it comes first
-    in the mesh."""
+    """True for FSDP over a dim that another axis shards too: it divides that axis's shards."""
 
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """Shape of the whole matrix, and the axes that shard it in mesh order; no axes if each rank has it whole.
-
-    Axes that shard a stack by whole matrices, or that replicate it, are not among them.
-    """
+    """Shape of the whole matrix, and the axes that shard it in mesh order; no axes if each rank has it whole. Axes that
+    shard a stack by whole matrices, or that replicate it, are not among them."""
 
     rows: int
     columns: int
@@ -174,18 +163,15 @@ def sharded_dim(placement: Placement, dims: int) -> int | None:
 
 
 def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int], *dims: int) -> Tensor:
-    """Make a state of this shape from this rank's part. It is sharded like the parameter over axes that shard a stack
-    or one of `dims`, and replicated over the others."""
+    """Make a state of this shape from this rank's part. It is sharded like it by stack and `dims`."""
     if not isinstance(parameter, DTensor):
         return local
     placements = [
         placement if sharded_dim(placement, parameter.ndim) in (*dims, ROWS - 1) else Replicate()
         for placement in parameter.placements
     ]
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    whole = {"shape": torch.Size(shape), "stride": torch.empty(tuple(shape), device="meta").stride()}
+    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, **whole)
 
 
 def local_matrices(tensor: Tensor) -> Tensor:
@@ -237,8 +223,7 @@ class MatrixWeight:
         return len(local_matrices(self.parameter)) * self.sharding.rows * self.sharding.columns
 
     def split(self, weights: Tensor) -> list[Tensor]:
-        """Split weights [..., rows, columns] into a stack of matrices [..., matrices, rows, columns] per piece; without
-        pieces, into one stack of the weights themselves."""
+        """Split weights [..., rows, columns] into a stack [..., matrices, rows, columns] per piece, or into one."""
         if self.rows is None:
             return [weights.unsqueeze(-3)]
         leading, columns = weights.shape[:-2], weights.shape[-1]
@@ -264,11 +249,7 @@ class MatrixWeight:
 
 class OwnerGroup:
     """Ranks that share matrices, numbered along the axes, the last fastest. One of them, the owner, computes each
-    matrix.
-
-    Over several mesh axes (FSDP and tensor parallelism), a matrix takes one all-to-all per axis, so the mesh's process
-    groups suffice.
-    """
+    matrix. A matrix takes one all-to-all per mesh axis."""
 
     def __init__(self, axes: Sequence[ShardAxis]) -> None:
         self._axes = axes
@@ -286,10 +267,8 @@ class OwnerGroup:
         return [(cls(few[0].sharding.axes), few) for few in found.values()]
 
     def assign(self, costs: Sequence[float]) -> list[int]:
-        """Assign an owner to each matrix by cost: the costliest first, each to the rank with the least work.
-
-        The result is the same on every rank. The first rank, which the planner traces, has the most work.
-        """
+        """Assign an owner to each matrix by cost: the costliest first, each to the rank with the least work. The result
+        is the same on every rank. The first rank, which the planner traces, has the most work."""
         loads, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
             owners[index] = min(range(self.size), key=loads.__getitem__)
@@ -298,8 +277,7 @@ class OwnerGroup:
         return [by_load.index(owner) for owner in owners]
 
     def rounds(self, weights: Sequence[MatrixWeight]) -> Iterator[list[MatrixWeight]]:
-        """Divide weights into consecutive rounds, of at most `BATCH_ELEMENTS` elements per rank and at least one
-        weight."""
+        """Divide weights into rounds of at most `BATCH_ELEMENTS` elements per rank, at least one weight each."""
         few, elements = list[MatrixWeight](), 0
         for weight in weights:
             if few and elements + weight.elements > self.size * BATCH_ELEMENTS:
@@ -311,10 +289,7 @@ class OwnerGroup:
             yield few
 
     def gather(self, shards: Sequence[Tensor], owners: Sequence[int]) -> dict[int, Tensor]:
-        """Gather the shards of the matrices that this rank owns, from every rank [*axes, *shard], by index.
-
-        Each matrix's shards have equal shapes on all ranks.
-        """
+        """Gather the equal shards of the matrices that this rank owns, from every rank [*axes, *shard], by index."""
         held = dict(enumerate(shards))
         for place in reversed(range(len(self._axes))):
             axis = self._axes[place]
@@ -324,10 +299,7 @@ class OwnerGroup:
     def scatter(
         self, owned: Mapping[int, Tensor], shapes: Sequence[Sequence[int]], owners: Sequence[int], like: Tensor
     ) -> list[Tensor]:
-        """Return this rank's shard of every matrix, from owners that have all shards [*axes, *shard] of their matrices.
-
-        `like` has the dtype and device.
-        """
+        """Return this rank's shard of every matrix, from owners of all shards [*axes, *shard], typed like `like`."""
         held, sizes = dict(owned), [axis.size for axis in self._axes]
         for place, axis in enumerate(self._axes):
             later = range(place + 1, len(self._axes))
@@ -358,10 +330,7 @@ def _exchange_in(axis: ShardAxis, held: Mapping[int, Tensor], destination: Mappi
 
 
 def _exchange_out(
-    axis: ShardAxis,
-    held: Mapping[int, Tensor],
-    receiving: Mapping[int, tuple[int, tuple[int, ...]]],
-    like: Tensor,
+    axis: ShardAxis, held: Mapping[int, Tensor], receiving: Mapping[int, tuple[int, tuple[int, ...]]], like: Tensor
 ) -> dict[int, Tensor]:
     """Receive tensors, by index, from the ranks of an axis that hold them; each sends the elements of its stack."""
     by_rank = [[index for index, (rank, _) in receiving.items() if rank == source] for source in range(axis.size)]
@@ -380,10 +349,7 @@ def _exchange_out(
 
 def share_of_signal(squares: Tensor, largest: Tensor) -> Tensor:
     """Factors in [0, 1] for updates, from the squares of the numbers that they normalize: 0 for rounding noise, 1 far
-    above it.
-
-    Normalized noise would be as large as signal, and different in every layout. The factor is 1 up to 1e-8 from ten
-    times `NOISE` on, and 1e-8 below a tenth of it.
-    """
+    above it. Normalized noise would be as large as signal, and different in every layout. The factor is 1 up to 1e-8
+    from ten times `NOISE` on, and 1e-8 below a tenth of it."""
     floor = (NOISE**2 * largest).clamp(min=torch.finfo(squares.dtype).tiny)
     return 1 / (1 + (floor / squares) ** 4)

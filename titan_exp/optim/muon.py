@@ -36,8 +36,7 @@ class Muon(MatrixOptimizer[Config]):
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the matrices of a group. Its parameters share one mesh and may be sharded over different axes of
-        it."""
+        """Update the matrices of a group, which may be sharded over different axes of one mesh."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
             for few in owners.rounds(weights):
                 self._update(few, owners, group)
@@ -74,10 +73,8 @@ class Muon(MatrixOptimizer[Config]):
             first, *others = weight.shapes
             pieces = [next(orthogonal)]
             # The scale of the first piece is applied in fp32, with the learning rate.
-            pieces += [
-                next(orthogonal) * (self.config.matrix_scale(*shape) / self.config.matrix_scale(*first))
-                for shape in others
-            ]
+            scale = self.config.matrix_scale
+            pieces += [next(orthogonal) * (scale(*shape) / scale(*first)) for shape in others]
             done[index] = weight.sharding.split(weight.join(pieces))
         return owners.scatter(done, [shard.shape for shard in shards], owner_of, shards[0])
 
@@ -93,11 +90,8 @@ class Muon(MatrixOptimizer[Config]):
 
 def orthogonalize(matrices: Tensor, steps: int, eps: float = 1e-7) -> Tensor:
     """Orthogonalize a stack [matrices, rows, columns] approximately, in its dtype, by Newton–Schulz (Jordan et al.
-    2024): a polynomial that brings all singular values near 1.
-
-    It needs 3 · rows · columns + 3 · min(rows, columns)² elements per matrix beside the input, and 4 · steps ·
-    min(rows, columns)² · (max + min / 2) FLOPs.
-    """
+    2024): a polynomial that brings all singular values near 1. It needs 3 · rows · columns + 3 · min(rows, columns)²
+    elements per matrix beside the input, and 4 · steps · min(rows, columns)² · (max + min / 2) FLOPs."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=x.dtype).clamp(min=eps)

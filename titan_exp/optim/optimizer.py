@@ -25,11 +25,8 @@ def build_optimizer(
     `OptimizerConfig`, and `build(parameters, config)`, which gets the parameters with their names and roles. Composing
     a configuration imports the module that defines `Config`, so that module must not import torch. If `Config` is in
     the optimizer's own file, `build` imports torch. An optimizer may also define `set_grad_scale` to clip in its
-    `step`, and `metric_reductions` and `metrics()` to report metrics.
-
-    Raises:
-        UserError: the import path cannot be imported, builds no `torch.optim.Optimizer`, or the optimizer cannot shard
-            its state like the parameters.
+    `step`, and `metric_reductions` and `metrics()` to report metrics. Raises UserError if the import path cannot be
+    imported, builds no `torch.optim.Optimizer`, or the optimizer cannot shard its state like the parameters.
     """
     config = config if is_builtin("optimizer", config.name) else revealed(config, "optimizer")
     return build_named(named_parameters(parts, scales), config)
@@ -67,8 +64,7 @@ class GroupOptimizer(torch.optim.Optimizer, ABC):
 
 
 def adamw_state(state: dict[str, Tensor], like: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """State of a parameter. If empty, it is filled as torch's fused AdamW does; moments have `dtype`, or the
-    parameter's."""
+    """State of a parameter, filled as torch's fused AdamW does; moments have `dtype`, or the parameter's."""
     if not state:
         state["step"] = torch.zeros((), device=local_tensor(like).device)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -82,21 +78,15 @@ class ScalesGradients(Protocol):
 
     def set_grad_scale(self, factor: Tensor) -> None:
         """Scale the gradients of the next step by a scalar on the device."""
-        ...
 
 
 @runtime_checkable
 class UpdatesComputeWeights(Protocol):
-    """Optimizer whose `step` takes gradients in the compute dtype and writes the compute weights.
-
-    Other optimizers get gradients in the dtype of their parameters. It also scales gradients itself (`set_grad_scale`),
-    since clipping them in place would round them.
-    """
+    """Optimizer whose `step` takes gradients in the compute dtype and writes the compute weights. Other optimizers get
+    gradients in the dtype of their parameters. It also scales gradients itself."""
 
     def set_compute_weights(self, copies: Mapping[Any, Tensor]) -> None:
-        """Set the compute weight of each parameter, with the parameter's strides. Parameters that compute themselves
-        have none."""
-        ...
+        """Set the compute weight of each parameter that has one, with the parameter's strides."""
 
 
 def cast_gradients(parameters: Iterable[Tensor]) -> None:
@@ -111,6 +101,4 @@ class HasGradientPoint(Protocol):
     """Optimizer whose `step` starts at the gradient's point and ends at the averaged weights."""
 
     def to_gradient_point(self) -> None:
-        """Move the parameters from the averaged weights to the point where the next gradients are computed. The caller
-        then refreshes the copies of the weights."""
-        ...
+        """Move the parameters from the averaged weights to the point of the next gradients; the caller refreshes."""

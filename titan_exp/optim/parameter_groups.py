@@ -25,9 +25,7 @@ class NamedParameter:
     """A parameter to optimize."""
 
     name: str
-    """Full name in the whole model."""
     parameter: nn.Parameter
-    """Plain tensor or DTensor."""
     role: Role
     """Kind of parameter: the `parameter_role` of its module, else by its dimensions."""
     rows: FusedRows | None = None
@@ -44,15 +42,17 @@ class NamedParameter:
 def named_parameters(
     parts: Iterable[nn.Module], scales: Mapping[str, ParameterScale] = {}, *, frozen: bool = False
 ) -> list[NamedParameter]:
-    """Trainable parameters of this rank's modules, in module order, with `frozen` ones on request; a tied weight comes
-    once."""
+    """Trainable parameters of this rank's modules in order, tied ones once; with `frozen`, all."""
     found = []
     for part in parts:
         modules = dict(part.named_modules())
         for name, parameter in part.named_parameters():
             if parameter.requires_grad or frozen:
-                module = name.rpartition(".")[0]
-                role, rows = _role(modules[module], parameter), _fused_rows(modules, name)
+                module, _, kind = name.rpartition(".")
+                around, _, child = module.rpartition(".")
+                # The module around a linear declares the layout of its rows.
+                fused: Mapping[str, FusedRows] = getattr(modules[around], "fused_rows", {})
+                role, rows = _role(modules[module], parameter), fused.get(child) if kind == "weight" else None
                 found.append(NamedParameter(name, parameter, role, rows, scales.get(name, UNSCALED)))
     return found
 
@@ -77,7 +77,8 @@ def parameter_groups(
         parameter = named.parameter
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         options = hyperparameters(named, config) | ({"role": named.role} if by_role else {})
-        groups[_is_decayed(named, config), mesh, tuple(options.items())].append(parameter)
+        is_decayed = named.role != "vector" or config.decay_vectors
+        groups[is_decayed, mesh, tuple(options.items())].append(parameter)
     return [
         {"params": group, **dict(options)}
         for (_, _, options), group in sorted(groups.items(), key=lambda item: not item[0][0])
@@ -85,10 +86,10 @@ def parameter_groups(
 
 
 def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str, Any]:
-    """Options of a parameter's group: `weight_decay`, and `lr_scale`, `betas` and `eps` if they differ from the
-    optimizer's."""
+    """Options of a parameter's group: `weight_decay`, and other `lr_scale`, `betas` or `eps` than the optimizer's."""
     group, scale = config.group_of(named.name, named.role), _with_own_lr(named, config)
-    decay = config.weight_decays.get(named.role, config.weight_decay if _is_decayed(named, config) else 0.0)
+    usual = config.weight_decay if named.role != "vector" or config.decay_vectors else 0.0
+    decay = config.weight_decays.get(named.role, usual)
     factor = config.lr_scales.get(named.role, 1.0)
     options: dict[str, Any] = {}
     if group is not None:
@@ -103,8 +104,7 @@ def hyperparameters(named: NamedParameter, config: OptimizerConfig) -> dict[str,
 
 
 def remember_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Remember the groups of an optimizer as built from the configuration. Later changes by the optimizer are its
-    state."""
+    """Remember the groups of an optimizer as built; its later changes are state."""
     built = [{key: _copy(value) for key, value in _values(group)} for group in optimizer.param_groups]
     setattr(optimizer, _BUILT, built)
 
@@ -146,11 +146,9 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterScale:
-    """Scale of a parameter for an optimizer whose matrix updates have a known spectral norm.
-
-    Features change equally at every width if that norm grows as sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023,
-    arXiv 2310.17813). Adam's norm is proportional to its learning rate and to inputs times that root, so both agree.
-    """
+    """Scale of a parameter for an optimizer whose matrix updates have a known spectral norm. Features change equally at
+    every width if that norm grows as sqrt(outputs / inputs) (Yang, Simon and Bernstein 2023, arXiv 2310.17813). Adam's
+    norm is proportional to its learning rate and to inputs times that root, so both agree."""
     scale = named.scale
     rows, columns = named.parameter.shape[-2:] if named.is_matrix else (0, 0)
     norm = config.matrix_scale(rows, columns) if named.is_matrix else None
@@ -161,20 +159,7 @@ def _with_own_lr(named: NamedParameter, config: OptimizerConfig) -> ParameterSca
     return replace(scale, lr=scale.lr * factor, weight_decay=scale.weight_decay / factor)
 
 
-def _is_decayed(named: NamedParameter, config: OptimizerConfig) -> bool:
-    return named.role != "vector" or config.decay_vectors
-
-
-def _fused_rows(modules: Mapping[str, nn.Module], name: str) -> FusedRows | None:
-    """Row layout of a weight, declared by the module around its linear."""
-    linear, _, kind = name.rpartition(".")
-    around, _, child = linear.rpartition(".")
-    fused: Mapping[str, FusedRows] = getattr(modules[around], "fused_rows", {})
-    return fused.get(child) if kind == "weight" else None
-
-
 def _role(module: nn.Module, parameter: nn.Parameter) -> Role:
-    """Role of a parameter of a module."""
     declared: Role | None = getattr(module, "parameter_role", None)
     if is_vector(parameter.shape, stacked=declared == "expert"):
         return "vector"

@@ -13,24 +13,18 @@ from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:
     """Build schedule-free AdamW."""
-    groups, power = parameter_groups(parameters, config), config.averaging_power
-    return ScheduleFreeAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, averaging_power=power)
+    return ScheduleFreeAdamW(parameter_groups(parameters, config), config)
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """Schedule-free AdamW for plain tensors and DTensors, parameter by parameter. No messages.
+    """Schedule-free AdamW for plain tensors and DTensors, parameter by parameter. No messages. Between steps the
+    parameters are the averaged weights x, so evaluations, checkpoints and exports use them without switching.
+    `to_gradient_point` moves them to y = x + (1 - beta1) · (z - x) before the passes of a step, and `step` moves them
+    on to the next x. State: z and the second moment, sharded like the parameter; x is recovered from y and z."""
 
-    Between steps the parameters are the averaged weights x, so evaluations, checkpoints and exports use them without
-    switching. `to_gradient_point` moves them to y = x + (1 - beta1) · (z - x) before the passes of a step, and `step`
-    moves them on to the next x. State: z and the second moment, sharded like the parameter; x is recovered from y and
-    z.
-    """
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: Sequence[float], eps: float, averaging_power: float
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._power = averaging_power
+    def __init__(self, groups: Iterable[dict[str, Any]], config: Config) -> None:
+        super().__init__(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": 0.0})
+        self._power = config.averaging_power
 
     @torch.no_grad()
     def to_gradient_point(self) -> None:
@@ -42,8 +36,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update from the gradients at y; afterwards the parameters are the next x. A parameter without gradient
-        returns to x."""
+        """Update from gradients at y to the next x; a parameter without gradient returns to x."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:

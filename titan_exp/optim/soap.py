@@ -1,5 +1,4 @@
-"""SOAP (Vyas et al. 2024): runs Adam in the eigenbasis of Shampoo's preconditioner for matrices, and AdamW for the
-rest."""
+"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for the rest."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -55,20 +54,16 @@ class Soap(MatrixOptimizer[Config]):
             self._owner |= {weight.parameter: rank for weight, rank in zip(weights, ranks, strict=True)}
 
     def update_matrices(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update the matrices of a group. Its parameters share one mesh and may be sharded over different axes of
-        it."""
+        """Update the matrices of a group, which may be sharded over different axes of one mesh."""
         for owners, weights in OwnerGroup.of([self._weights[parameter] for parameter in parameters]):
-            for few in owners.rounds(self._in_turn(weights)):
+            # Owners take turns, so that all of them work in every round.
+            turns, keyed = defaultdict[int, int](int), list[tuple[int, int]]()
+            for index, weight in enumerate(weights):
+                owner = self._owner[weight.parameter]
+                keyed.append((turns[owner], index))
+                turns[owner] += 1
+            for few in owners.rounds([weights[index] for _, index in sorted(keyed)]):
                 self._update(few, owners, group)
-
-    def _in_turn(self, weights: Sequence[MatrixWeight]) -> list[MatrixWeight]:
-        """Order weights so that owners take turns and all of them work in every round."""
-        turns, keyed = defaultdict[int, int](int), list[tuple[int, int]]()
-        for index, weight in enumerate(weights):
-            owner = self._owner[weight.parameter]
-            keyed.append((turns[owner], index))
-            turns[owner] += 1
-        return [weights[index] for _, index in sorted(keyed)]
 
     def _numbers(self, weight: MatrixWeight) -> int:
         """Number of state elements of a weight."""
@@ -104,10 +99,7 @@ class Soap(MatrixOptimizer[Config]):
         pieces = weight.split(gradient)
         state = self.state[weight.parameter]
         is_first = not state
-        if is_first:
-            state["step"] = torch.tensor(0.0)
-        else:
-            state["step"] += 1
+        state["step"] = torch.tensor(0.0) if is_first else state["step"].add_(1)
         directions = []
         for name, piece in zip(names, pieces, strict=True):
             if is_first:
@@ -189,11 +181,9 @@ def _rotate(matrices: Tensor, kept: Mapping[str, Tensor], *, back: bool = False)
 
 
 def initial_basis(covariance: Tensor) -> Tensor:
-    """Eigenvectors [matrices, size, size] of gradient covariances, by falling eigenvalue.
-
-    A gradient with fewer directions than columns has rounding noise in the others, so their eigenvectors differ with
-    every rounding. A small diagonal of distinct numbers, larger than its square, decides them instead.
-    """
+    """Eigenvectors [matrices, size, size] of gradient covariances, by falling eigenvalue. A gradient with fewer
+    directions than columns has rounding noise in the others, so their eigenvectors differ with every rounding. A small
+    diagonal of distinct numbers, larger than its square, decides them instead."""
     largest = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
     ramp = torch.linspace(2, 1, covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     scale = torch.where(largest > 0, NOISE**2 * largest, 1.0)
@@ -202,12 +192,9 @@ def initial_basis(covariance: Tensor) -> Tensor:
 
 def iterated_basis(covariance: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Improve a basis by one step of power iteration; also returns the order of the former columns by falling Rayleigh
-    quotient.
-
-    The covariance is shifted by its rounding error, so directions below it keep their place instead of following noise,
-    and columns whose quotients differ by less keep their order. The signs of columns are arbitrary, since an update in
-    the basis does not depend on them.
-    """
+    quotient. The covariance is shifted by its rounding error, so directions below it keep their place instead of
+    following noise, and columns whose quotients differ by less keep their order. The signs of columns are arbitrary,
+    since an update in the basis does not depend on them."""
     power = covariance @ basis
     quotients = (basis * power).sum(-2)
     shift = torch.finfo(covariance.dtype).eps * covariance.shape[-1] * quotients.amax(-1)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Config(AdamWConfig):
     """Fields of AdamW, so that an override of `optimizer.name` alone is valid. The class gets `lr`, the weight decay of
-    each parameter group, and `options` as keyword arguments.
-    """
+    each parameter group, and `options` as keyword arguments."""
 
     @property
     def max_state(self) -> float | None:
@@ -39,10 +38,6 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.opti
 
 
 def optimizer_class(config: Config) -> Callable[..., "torch.optim.Optimizer"]:
-    """Import the class.
-
-    Raises:
-        UserError: it cannot be imported, or takes other arguments.
-    """
+    """Import the class. Raises UserError if it cannot be imported, or takes other arguments."""
     call = Call(("params",), ("lr",), "optimizer.options", config.options)
     return import_callable(config.name, "optimizer.name", call)

@@ -1,7 +1,5 @@
-"""Weight averaging: exponential moving average (Polyak and Juditsky 1992), or mean over the last steps.
-
-The average is fp32 optimizer state of each parameter, so it is sharded, saved, resharded and planned like any other.
-"""
+"""Weight averaging: exponential moving average (Polyak and Juditsky 1992), or mean over the last steps. The average is
+fp32 optimizer state of each parameter, so it is sharded, saved, resharded and planned like any other."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,16 +15,13 @@ AVERAGE = "weight_average"
 
 
 class WeightAverage:
-    """Average of an optimizer's weights; the caller updates it after each step.
-
-    The tail belongs to a whole run of `steps` steps; a job that ends earlier averages its part of the tail.
-    """
+    """Average of an optimizer's weights; the caller updates it after each step. The tail belongs to a whole run of
+    `steps` steps; a job that ends earlier averages its part of the tail."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: WeightAverageConfig, *, steps: int) -> None:
         self._optimizer, self._config = optimizer, config
         self._first = config.first_step(steps)
         self.steps = 0
-        """Number of steps in the average."""
         self.after_move: Callable[[], object] = lambda: None
         """Called after weights and average are exchanged, to recompute copies of the weights."""
 

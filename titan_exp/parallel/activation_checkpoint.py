@@ -40,15 +40,10 @@ LEAST_BUDGET = 1e-9
 def apply_activation_checkpointing(
     model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True, compiled: bool = False
 ) -> None:
-    """Make blocks keep the configured activations and recompute the rest in backward, in place.
-
-    Only `forward` is replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks
-    draw no random numbers, so that no random state need be restored; `compiled` says that a compiler will partition the
-    blocks.
-
-    Raises:
-        UserError: an operator to keep does not exist.
-    """
+    """Make blocks keep the configured activations and recompute the rest in backward, in place. Only `forward` is
+    replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks draw no random
+    numbers, so that no random state need be restored; `compiled` says that a compiler will partition the blocks. Raises
+    UserError if an operator to keep does not exist."""
     blocks = list(iter_blocks(model))
     match config.mode:
         case "none":
@@ -65,13 +60,15 @@ def apply_activation_checkpointing(
             _recompute_automatically(model, chosen, random=random, compiled=compiled)
         case "selective":
             kept, mixed = _kept_operators(config.save), bool(mixtures(model))
-            kept |= dict.fromkeys(_routing_operators(), 1) if mixed else {}
+            kept |= _routing_operators() if mixed else {}
             contexts = functools.partial(_selective_contexts, kept, attention=compiled and mixed)
             _recompute(blocks, context_fn=contexts, preserve_rng_state=random)
         case "budget":
             count_grouped_heads()
-            mixed = [block for block in blocks if mixtures(block)]
-            _recompute_within_budget(mixed, random=random)
+            # The compiler chooses among the operators of blocks with experts, too, but keeps their routing.
+            mixed, kept = [block for block in blocks if mixtures(block)], _routing_operators()
+            contexts = functools.partial(_selective_contexts, kept, CheckpointPolicy.PREFER_SAVE)
+            _recompute(mixed, context_fn=contexts, preserve_rng_state=random)
             # Read when a graph is partitioned into forward and backward, at its first call. With 0, the compiler saves
             # nothing but inputs.
             functorch_config.activation_memory_budget = max(config.budget, LEAST_BUDGET) if mixed else config.budget
@@ -81,11 +78,8 @@ def apply_activation_checkpointing(
 
 
 def needs_compiler(config: ActivationCheckpointConfig, model: nn.Module, *, compiled: bool) -> bool:
-    """True if the compiler must see the recomputation, because it chooses among a block's operators.
-
-    In blocks with experts every mode chooses, because the choice of experts and the exchange of tokens are never
-    repeated, and compiled graphs may write to memory that is saved outside of them.
-    """
+    """True if the compiler must see the recomputation, because it chooses among a block's operators. In blocks with
+    experts every mode does: routing is never repeated, and graphs may write to memory saved outside."""
     return config.mode == "selective" or (config.mode != "none" and compiled and bool(mixtures(model)))
 
 
@@ -95,34 +89,21 @@ def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
 
 
 def _recompute_fully(blocks: Sequence[nn.Module], *, random: bool, compiled: bool) -> None:
-    """Recompute whole blocks except for the choice of experts and the exchange of tokens; `compiled` blocks also keep
-    attention.
-
-    A compiled graph that recomputes attention would keep a random state for it, which torch 2.13 confuses with the
-    meshes of experts' weights.
-    """
-    in_graph = functools.partial(_selective_contexts, dict.fromkeys(_routing_operators(), 1), attention=True)
+    """Recompute whole blocks except routing; `compiled` ones keep attention, too, whose random state torch 2.13 would
+    confuse with experts' meshes."""
+    in_graph = functools.partial(_selective_contexts, _routing_operators(), attention=True)
     for block in blocks:
         outside = {"context_fn": routing_cache} if mixtures(block) else {}
         _recompute([block], preserve_rng_state=random, **({"context_fn": in_graph} if compiled else outside))
 
 
-def _recompute_within_budget(mixed: Sequence[nn.Module], *, random: bool) -> None:
-    """Let the compiler choose the operators that blocks with experts recompute; the choice of experts and the exchange
-    of tokens are kept."""
-    kept = dict.fromkeys(_routing_operators(), 1)
-    contexts = functools.partial(_selective_contexts, kept, CheckpointPolicy.PREFER_SAVE)
-    _recompute(mixed, context_fn=contexts, preserve_rng_state=random)
-
-
-def _routing_operators() -> list[Any]:
-    return [overload for name in ROUTING for overload in _overloads(name)]
+def _routing_operators() -> dict[Any, int]:
+    return {overload: 1 for name in ROUTING for overload in _overloads(name)}
 
 
 def saved_calls(model: nn.Module) -> list[SavedCalls]:
     """Distinct lists of saved calls of a model's blocks, chosen automatically in the first forward pass."""
-    chosen = [block.saved_calls for block in iter_blocks(model) if hasattr(block, "saved_calls")]
-    return list(dict.fromkeys(chosen))  # type: ignore[arg-type]  # as set below
+    return list(dict.fromkeys(block.saved_calls for block in iter_blocks(model) if hasattr(block, "saved_calls")))  # type: ignore[misc]
 
 
 def _recompute_automatically(
@@ -156,17 +137,25 @@ def _recompute_automatically(
 
 
 def _automatic_contexts(saved: tuple[str, ...], *, compiled: bool) -> Any:
-    """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
+    def choose(operator: Any, call: int) -> CheckpointPolicy:
+        is_saved = call_name(_operator_name(operator), call) in saved
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = _contexts(choose)
+    return with_attention_cache(contexts) if call_name(FLEX_ATTENTION, 0) in saved and not compiled else contexts
+
+
+def _contexts(choose: Callable[[Any, int], CheckpointPolicy]) -> Any:
+    """Contexts of a block's forward pass and of its recomputation, each with its own call counters. `choose` gets an
+    operator and the number of its earlier calls."""
     calls: Counter[Any] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = _operator_name(operator)
-        call = calls[context.is_recompute, name]
-        calls[context.is_recompute, name] += 1
-        return CheckpointPolicy.MUST_SAVE if call_name(name, call) in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        call = calls[context.is_recompute, operator]
+        calls[context.is_recompute, operator] += 1
+        return choose(operator, call)
 
-    contexts = create_selective_checkpoint_contexts(policy)
-    return with_attention_cache(contexts) if call_name(FLEX_ATTENTION, 0) in saved and not compiled else contexts
+    return create_selective_checkpoint_contexts(policy)
 
 
 @functools.cache
@@ -175,22 +164,14 @@ def _operator_name(operator: Any) -> str:
 
 
 def _selective_contexts(
-    kept: Mapping[Any, int],
-    others: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE,
-    *,
-    attention: bool = False,
+    kept: Mapping[Any, int], others: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE, *, attention: bool = False
 ) -> Any:
-    """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
-    calls: Counter[Any] = Counter()
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def choose(operator: Any, call: int) -> CheckpointPolicy:
         if operator not in kept:
             return CheckpointPolicy.MUST_SAVE if attention and is_attention(_operator_name(operator)) else others
-        call = calls[context.is_recompute, operator]
-        calls[context.is_recompute, operator] += 1
         return CheckpointPolicy.PREFER_RECOMPUTE if call % kept[operator] else CheckpointPolicy.MUST_SAVE
 
-    return create_selective_checkpoint_contexts(policy)
+    return _contexts(choose)
 
 
 def _kept_operators(entries: Sequence[str]) -> dict[Any, int]:
@@ -200,7 +181,12 @@ def _kept_operators(entries: Sequence[str]) -> dict[Any, int]:
         read = read_entry(entry)
         found = _overloads(read.operator) if read is not None else []
         if read is None or not found:
-            raise UserError("Unknown operator in activation_checkpoint.save.", [_unknown(entry)])
+            name = entry.partition("/")[0]
+            offer = (
+                did_you_mean(name, _neighbours(name)) or "use a name of torch.ops, such as aten.mm or aten.mm.default"
+            )
+            violation = Violation("activation_checkpoint.save", entry, "torch has no such operator here", offer)
+            raise UserError("Unknown operator in activation_checkpoint.save.", [violation])
         kept.update(dict.fromkeys(found, read.every))
     return kept
 
@@ -209,23 +195,11 @@ def _overloads(name: str) -> list[Any]:
     """All overloads of an operator's name, or the one it names; empty if there is none."""
     found: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        if (found := getattr(found, part, None)) is None:
             return []
     if isinstance(found, torch._ops.OpOverload):
         return [found]
     return [getattr(found, overload) for overload in found.overloads()]
-
-
-def _unknown(entry: str) -> Violation:
-    name = entry.partition("/")[0]
-    offer = did_you_mean(name, _neighbours(name))
-    return Violation(
-        "activation_checkpoint.save",
-        entry,
-        "torch has no such operator here",
-        offer or "use a name of torch.ops, such as aten.mm or aten.mm.default",
-    )
 
 
 def _neighbours(name: str) -> Iterator[str]:
@@ -239,11 +213,8 @@ def _neighbours(name: str) -> Iterator[str]:
 
 
 def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | None = None) -> None:
-    """Compile each block's forward in place; parameter names stay. `options` are inductor's.
-
-    Elementwise operators and norms are recomputed in backward even where a matmul reads their result: the kernel of
-    their own backward reads the same inputs and can write it.
-    """
+    """Compile each block's forward in place; parameter names stay. `options` are inductor's. Elementwise operators and
+    norms are recomputed even where a matmul reads them: the kernel of their own backward can write them."""
     # Inductor reads this when it partitions a graph into forward and backward, at its first call.
     functorch_config.ban_recompute_materialized_backward = False
     # Ranks receive another number of rows for their experts in each pass.
@@ -251,7 +222,13 @@ def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | Non
     # torch warns that recomputed regions must not write in place; blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if backend == "inductor":
-        _realize_inputs_of_operators()
+        from torch._inductor.lowering import add_needs_realized_inputs
+
+        # Inductor learns this when it first compiles an operator, so a process's first graph would differ from others.
+        for name in torch._C._dispatch_get_all_op_names():
+            namespace, operator = name.split("::")
+            if namespace == "titan_exp":
+                add_needs_realized_inputs(getattr(torch.ops.titan_exp, operator).default)
     for block in iter_blocks(model):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
         forward = _own_code(block.forward, shapes)
@@ -259,20 +236,21 @@ def compile_blocks(model: nn.Module, backend: str, options: dict[str, Any] | Non
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and shapes of a block's parameters."""
 
 _CODE: dict[CodeType, dict[Shapes, CodeType]] = {}
 """Code objects of a forward by the shapes of its block; the first is the forward's own."""
 
 
 def _own_code(forward: Callable[..., Any], shapes: Shapes) -> Callable[..., Any]:
-    """Return the same forward with a code object for blocks of these shapes.
-
-    Dynamo counts recompilations, and finds sizes that change, by code object. Blocks of more than a few shapes would
-    exceed its limit, and under FSDP their numbers of heads would become symbols.
-    """
+    """Return the same forward with a code object for blocks of these shapes. Dynamo counts recompilations, and finds
+    sizes that change, by code object. More than a few shapes would exceed its limit, or make sizes symbols."""
     if not isinstance(forward, MethodType):
-        forward = _inlined(forward)
+        wrapped = forward
+
+        def call(*arguments: Any, **options: Any) -> Any:  # as torch.compile wraps other callables itself
+            return wrapped(*arguments, **options)
+
+        forward = call
     function = forward.__func__ if isinstance(forward, MethodType) else forward
     assert isinstance(function, FunctionType), "a method, or the function around another callable"
     known = _CODE.setdefault(function.__code__, {})
@@ -283,28 +261,6 @@ def _own_code(forward: Callable[..., Any], shapes: Shapes) -> Callable[..., Any]
     copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
     return MethodType(copied, forward.__self__) if isinstance(forward, MethodType) else copied
-
-
-def _inlined(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap another callable in a function, as torch.compile does itself."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        return forward(*arguments, **options)
-
-    return call
-
-
-def _realize_inputs_of_operators() -> None:
-    """Let inductor compute the inputs of this package's operators in kernels before them, in every graph.
-
-    It learns this when it first compiles an operator, so a process's first graph would differ from later ones.
-    """
-    from torch._inductor.lowering import add_needs_realized_inputs
-
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, operator = name.split("::")
-        if namespace == "titan_exp":
-            add_needs_realized_inputs(getattr(torch.ops.titan_exp, operator).default)
 
 
 def inductor_options(config: CompileConfig, mesh: Mesh, *, deterministic: bool) -> dict[str, Any]:

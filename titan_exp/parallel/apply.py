@@ -1,8 +1,6 @@
-"""Order of parallelisms, the same for every model.
-
-Tensor, expert and context parallelism come first, so that later ones see local shapes; compilation before activation
-checkpointing, unless checkpointing selects operators; FSDP last, so that it gathers whatever parameters exist.
-"""
+"""Order of parallelisms, the same for every model. Tensor, expert and context parallelism come first, so that later
+ones see local shapes; compilation before activation checkpointing, unless checkpointing selects operators; FSDP last,
+so that it gathers whatever parameters exist."""
 
 from torch import nn
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import lookup_tables
@@ -23,17 +23,14 @@ from titan_exp.parallel.mesh import partial_parameters
 from titan_exp.parallel.meta_init import matching_modules
 
 _MakeLeaf = Callable[[nn.Parameter, torch.dtype], nn.Parameter]
-"""Makes the parameter that takes a master's place."""
 
 
 class ComputeWeights:
-    """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None.
-
-    Modules that match `fp32_modules`, or keep fp32 on their own, compute with their masters. With `accumulate`,
-    gradients of several backward passes are summed in the masters' dtype. Without it, gradients of the single pass stay
-    in `dtype`, except those that tensor-parallel ranks sum. `fixed` keeps the sums at their addresses. `unread` modules
-    use only the shape and dtype of their weight.
-    """
+    """Copies in `dtype` of the floating-point parameters of this rank's modules; none if `dtype` is None. Modules that
+    match `fp32_modules`, or keep fp32 on their own, compute with their masters. With `accumulate`, gradients of several
+    backward passes are summed in the masters' dtype. Without it, gradients of the single pass stay in `dtype`, except
+    those that tensor-parallel ranks sum. `fixed` keeps the sums at their addresses. `unread` modules use only the shape
+    and dtype of their weight."""
 
     def __init__(
         self,
@@ -66,14 +63,13 @@ class ComputeWeights:
                 module.row_dtype = dtype  # type: ignore[assignment]  # a plain attribute
             # The modules that read their parameters come first, because a tied weight has one leaf.
             for module in sorted(part.modules(), key=lambda module: module in unread):
-                make = _no_copy if module in tables else _placeholder if module in unread else _copy
+                make = None if module in tables else _placeholder if module in unread else _copy
                 self._add(module, dtype, in_fp32, make)
         self.refresh()
 
     @property
     def copies(self) -> Mapping[nn.Parameter, Tensor]:
-        """Compute weight of each master that has one. A tied weight has a single one; lookup tables and placeholders
-        have none."""
+        """Compute weights by master; a tied weight has a single one, lookup tables and placeholders none."""
         return self._copies
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -114,12 +110,12 @@ class ComputeWeights:
         if not self._fixed:
             self._sums.clear()
 
-    def _add(self, module: nn.Module, dtype: torch.dtype, in_fp32: set[nn.Parameter], make: _MakeLeaf) -> None:
+    def _add(self, module: nn.Module, dtype: torch.dtype, in_fp32: set[nn.Parameter], make: _MakeLeaf | None) -> None:
         for name, master in module.named_parameters(recurse=False, remove_duplicate=False):
             if master in in_fp32 or master.dtype == dtype or not master.is_floating_point():
                 continue
             if master not in self._leaves:
-                leaf = self._leaves[master] = make(master, dtype)
+                leaf = self._leaves[master] = master if make is None else make(master, dtype)
                 if make is _copy:
                     self._copies[master] = leaf
                 if self._accumulate and leaf.requires_grad:
@@ -147,10 +143,6 @@ def _copy(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(master, dtype=dtype), master.requires_grad)
 
 
-def _no_copy(master: nn.Parameter, _: torch.dtype) -> nn.Parameter:
-    return master
-
-
 def _placeholder(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """Tensor of a master's shape with the memory of one number, NaN, so that reading it shows."""
     local = local_tensor(master)
@@ -165,13 +157,9 @@ def _compute_in_fp32(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module's inputs to fp32 and its outputs to `dtype`, as FSDP2's mixed-precision policy does."""
 
     def cast(values: Any, to: torch.dtype) -> Any:
-        def one(value: Any) -> Any:
-            return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return tree_map_only(Tensor, lambda value: value.to(to) if value.is_floating_point() else value, values)
 
-        return tree_map(one, values)
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return cast(args, torch.float32), cast(kwargs, torch.float32)
-
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: cast((args, kwargs), torch.float32), prepend=True, with_kwargs=True
+    )
     module.register_forward_hook(lambda _, args, output: cast(output, dtype))

@@ -43,7 +43,6 @@ class Received:
     rows: Float[Tensor, "received dim"]
     """Rows, sorted by expert, source rank and token."""
     weights: Float[Tensor, " received"] | None
-    """Weight of each row, if sent."""
     ends: Int32[Tensor, " local"]
     """End of the rows of each of this rank's experts."""
     order: Any
@@ -61,14 +60,10 @@ class TokenExchange:
     counts: Int64[Tensor, "ranks local"]
     """Rows received from each rank for each of this rank's experts."""
     group: str
-    """Name of the ranks' process group."""
 
     @staticmethod
     def start(ends: Int32[Tensor, " experts"], ranks: int, group: str) -> "Callable[[], TokenExchange]":
-        """Start to exchange the counts of rows with these ends per expert.
-
-        The result waits for them, which synchronizes with the host, once.
-        """
+        """Start to exchange counts of rows with these ends per expert. The result waits for them on the host."""
         counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
         started = start_count_exchange(counts, group)
 
@@ -100,9 +95,7 @@ class RowOrder:
     """Permutation of rows and its inverse."""
 
     source: Int64[Tensor, " rows"]
-    """Index of the source row for each place."""
     target: Int64[Tensor, " rows"]
-    """Place of each source row."""
 
     @staticmethod
     def by_expert(counts: Int64[Tensor, "ranks local"], size: int) -> "RowOrder":
@@ -141,21 +134,14 @@ class _Reorder(torch.autograd.Function):
 
 
 def use_symmetric_memory() -> None:
-    """Have torch allocate symmetric memory through NVSHMEM; call it before any is allocated.
-
-    Raises:
-        UserError: this machine or this build of torch has no NVSHMEM.
-    """
+    """Have torch allocate symmetric memory through NVSHMEM, before any is. Raises UserError without NVSHMEM."""
     from torch.distributed import _symmetric_memory as memory
 
     if not (hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d_offset") and memory.is_nvshmem_available()):
         reason = "it needs NVSHMEM, which this build of torch does not find here"
         remedy = "use parallelism.token_exchange=all_to_all, or pip install nvidia-nvshmem-cu12 (cu13 for CUDA 13)"
-        field = "parallelism.token_exchange"
-        raise UserError(
-            "This machine cannot exchange tokens through symmetric memory.",
-            [Violation(field, "symmetric_memory", reason, remedy)],
-        )
+        violation = Violation("parallelism.token_exchange", "symmetric_memory", reason, remedy)
+        raise UserError("This machine cannot exchange tokens through symmetric memory.", [violation])
     memory.set_backend("NVSHMEM")
 
 
@@ -168,19 +154,18 @@ class SymmetricExchange:
     room: int
     """Number of rows that the results have room for."""
     ranks: int
-    """Ranks of the group."""
     group: str
-    """Name of the ranks' process group."""
 
     @staticmethod
     def start(
         ends: Int32[Tensor, " experts"], tokens: int, choices: int, ranks: int, group: str
     ) -> "Callable[[], SymmetricExchange]":
         """Prepare the exchange of `tokens` tokens' rows, with these ends per expert. The result waits for nothing."""
-        splits = ends.diff(prepend=ends.new_zeros(1)).long()
-        return lambda: SymmetricExchange(
-            splits, worst_case(tokens, choices, ends.shape[0] // ranks, ranks), ranks, group
+        splits, room = (
+            ends.diff(prepend=ends.new_zeros(1)).long(),
+            worst_case(tokens, choices, len(ends) // ranks, ranks),
         )
+        return lambda: SymmetricExchange(splits, room, ranks, group)
 
     def dispatch(self, rows: Float[Tensor, "rows dim"], weights: Float[Tensor, " rows"] | None) -> Received:
         """Send each row, with its weight, to the rank of its expert; rows beyond those received are zeros."""
@@ -197,20 +182,15 @@ class SymmetricExchange:
 
 
 def expert_ends(placement: Int64[Tensor, "2 pieces"], ranks: int) -> Int32[Tensor, " local"]:
-    """End of each local expert's rows; the free rows before the next expert's rows are included.
-
-    `placement` has the numbers and first rows of the pieces received for each local expert from each rank.
-    """
+    """End of each local expert's rows; the free rows before the next expert's rows are included. `placement` has the
+    numbers and first rows of the pieces received for each local expert from each rank."""
     sizes, starts = placement.view(2, -1, ranks).unbind()
     return torch.cat([starts[1:, 0], (starts[-1, 0] + sizes[-1].sum())[None]]).int()
 
 
 @torch.library.custom_op("titan_exp::symmetric_dispatch", mutates_args=())
 def symmetric_dispatch(rows: Tensor, splits: Tensor, room: int, group: str) -> tuple[Tensor, Tensor]:
-    """Send rows sorted by expert, `splits[e]` of them to expert e.
-
-    Returns the rows for this rank's experts, followed by zeros up to `room`, and their placement (see `expert_ends`).
-    """
+    """Send rows sorted by expert, `splits[e]` of them to expert e. Returns rows, zeros up to `room`, and placement."""
     ranks = group_named(group).size()
     sent, counts, found, placement = _BUFFERS.of("dispatch", rows, room, (splits.shape[0],), group)
     sent.copy_(rows)
@@ -271,11 +251,9 @@ symmetric_return.register_autograd(_return_gradient, setup_context=_save_return)
 
 
 class _SymmetricBuffers:
-    """Symmetric memory of the operators, two sets for each kind of message, used in turn.
-
-    An operator reads other ranks' rows after a barrier and has no barrier at its end, so others may still read while a
-    rank goes on. The next operator's barrier ends that, so a set is free again one operator later.
-    """
+    """Symmetric memory of the operators, two sets for each kind of message, used in turn. An operator reads other
+    ranks' rows after a barrier and has no barrier at its end, so others may still read while a rank goes on. The next
+    operator's barrier ends that, so a set is free again one operator later."""
 
     def __init__(self) -> None:
         self._sets: dict[Any, list[tuple[Tensor, ...]]] = {}
@@ -288,13 +266,10 @@ class _SymmetricBuffers:
         if key not in self._sets:
             shapes = ((rows.shape, rows.dtype), (counts, torch.int64), ((size, rows.shape[1]), rows.dtype))
             shapes = (*shapes, ((2, counts[-1]), torch.int64))
-            self._sets[key] = [
-                tuple(allocate(shape, dtype, rows.device, group) for shape, dtype in shapes) for _ in range(2)
-            ]
-            bytes_taken = 2 * sum(buffer.numel() * buffer.element_size() for buffer in self._sets[key][0])
-            logging.getLogger("titan_exp").info(
-                "token exchange allocates %.3g GiB more of symmetric memory", bytes_taken / 2**30
-            )
+            self._sets[key] = [tuple(allocate(*shape, rows.device, group) for shape in shapes) for _ in range(2)]
+            size = 2 * sum(buffer.nbytes for buffer in self._sets[key][0])
+            text = "token exchange allocates %.3g GiB more of symmetric memory"
+            logging.getLogger("titan_exp").info(text, size / 2**30)
         self._turns[key] += 1
         return self._sets[key][self._turns[key] % 2]
 
@@ -330,8 +305,7 @@ class TokenGroup(TensorParallelGroup):
         return _Split.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def join(self, part: Float[Tensor, "batch part dim"], length: int) -> Float[Tensor, "batch seq dim"]:
-        """Gather the `length` tokens of each sequence from the ranks' parts. The result and its gradient are the same
-        on all ranks."""
+        """Gather the `length` tokens of each sequence; result and gradient are the same on all ranks."""
         return _Join.apply(part, self, length)  # type: ignore[return-value]  # a Tensor
 
     def part(self, length: int) -> slice:
@@ -375,7 +349,6 @@ class ExpertParallelDispatch:
     group: str
     """Name of the process group of ranks that hold different experts."""
     degree: int
-    """Number of these ranks."""
     channels: TokenGroup | None
     """Ranks that hold different channels of the same experts and need each other's tokens; None if there is one."""
     symmetric_memory: bool = False
@@ -397,42 +370,33 @@ class ExpertParallelDispatch:
 
         def on_ranks(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
             # The branches are those of a single rank, where a recipe's rounding must not depend on the weights either.
-            by_row = permute_weights(routing.weights, order, inverse)
+            by_row, afterwards = permute_weights(routing.weights, order, inverse), None
+            rows = permute(tokens, order, inverse)
             if experts.weighted_inputs:
-                weighed = weigh_rows(permute(tokens, order, inverse), by_row)
-                return combine(_on_ranks(exchange(), weighed, None, experts), order, inverse, None)
-            by_row = None if experts.is_quantized else by_row
-            rows = _on_ranks(exchange(), permute(tokens, order, inverse), by_row, experts)
-            return combine(rows, order, inverse, routing.weights if by_row is None else None)
+                rows, by_row = weigh_rows(rows, by_row), None
+            elif experts.is_quantized:
+                by_row, afterwards = None, routing.weights
+            exchanged = exchange()
+            received = exchanged.dispatch(rows, by_row)
+            found = experts(received.rows, received.ends, received.weights)
+            return combine(exchanged.give_back(found, received, rows.shape[0]), order, inverse, afterwards)
 
         return lambda: self._over_channels(tokens, Routing(chosen, routing.weights), experts, on_ranks)
 
     def _over_channels(
         self, tokens: Tensor, routing: Routing, experts: Experts, compute: Callable[[Tensor, Routing, Experts], Tensor]
     ) -> Tensor:
-        """Outputs for this rank's tokens from experts whose channels are spread over ranks. `routing` has the weights
-        of this rank's tokens and the choices of all tokens."""
+        """Outputs for this rank's tokens; `routing` has the weights of these and the choices of all ranks' tokens."""
         if self.channels is None:
             return compute(tokens, routing, experts)
         gathered = Routing(routing.experts, self.channels.gather(routing.weights))
         return self.channels.reduce(compute(self.channels.gather(tokens), gathered, experts))
 
 
-def _on_ranks(
-    exchange: TokenExchange | SymmetricExchange, rows: Tensor, weights: Tensor | None, experts: Experts
-) -> Tensor:
-    """Outputs of the experts on other ranks, weighted if weights are given."""
-    received = exchange.dispatch(rows, weights)
-    return exchange.give_back(experts(received.rows, received.ends, received.weights), received, rows.shape[0])
-
-
 def apply_expert_parallel(
     model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, symmetric_memory: bool = False
 ) -> None:
-    """Shard experts and replace the dispatch of tokens, in place; parameter names stay.
-
-    Does nothing if experts are sharded over the same ranks as other weights.
-    """
+    """Shard experts and replace their dispatch in place, unless they are sharded like other weights; names stay."""
     axes = mesh.experts
     if axes is None:
         return
@@ -442,12 +406,8 @@ def apply_expert_parallel(
     if symmetric_memory:
         use_symmetric_memory()
     for module in mixtures(model):
-        module.dispatch = ExpertParallelDispatch(
-            ep.get_group().group_name,
-            ep.size(),
-            tokens if axes["etp"].size() > 1 else None,
-            symmetric_memory,
-        )
+        channels = tokens if axes["etp"].size() > 1 else None
+        module.dispatch = ExpertParallelDispatch(ep.get_group().group_name, ep.size(), channels, symmetric_memory)
         for linear, dim in ((module.experts.gate_up, 1), (module.experts.down, 2)):
             _shard(linear, axes, channels=dim)
             if axes["etp"].size() > 1:
@@ -465,11 +425,8 @@ def mixtures(model: nn.Module) -> list[Mixture]:
 
 
 def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
-    """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels.
-
-    Biases [experts, out] are sharded by outputs over etp; where outputs are summed over ranks, each bias is added by
-    one rank only.
-    """
+    """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels. Biases [experts,
+    out] are sharded by outputs over etp; where outputs are summed over ranks, each bias is added by one rank only."""
     linear.weight = _divided(linear.weight, axes, dim=channels)
     if linear.bias is not None:
         linear.bias = _divided(linear.bias, axes, dim=1)

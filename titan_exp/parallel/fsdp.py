@@ -1,15 +1,13 @@
-"""Data parallelism by FSDP2's `fully_shard`; HSDP and DDP are the same call on other meshes.
-
-Gradients are summed over data ranks, never averaged: the loss is already divided by the tokens of the global batch. DDP
-is HSDP with unsharded parameters.
-"""
+"""Data parallelism by FSDP2's `fully_shard`; HSDP and DDP are the same call on other meshes. Gradients are summed over
+data ranks, never averaged: the loss is already divided by the tokens of the global batch. DDP is HSDP with unsharded
+parameters."""
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +26,7 @@ from titan_exp.parallel.step_observer import step_observer
 
 
 class _One(float):
-    """Divide factor of 1 that leaves tensors as they are. With one shard (DDP), FSDP2 would divide even by 1, into a
-    copy."""
+    """Divide factor that leaves tensors as they are. With one shard, FSDP2 would divide even by 1, into a copy."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,27 +37,23 @@ class _One(float):
 
 def sum_gradients(model: nn.Module) -> None:
     """Sum gradients over data ranks instead of averaging them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(_One(1))
-            # Without this, the factor becomes part of the reduction op, which gloo does not support.
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _groups(model):
+        module.set_gradient_divide_factor(_One(1))
+        # Without this, the factor becomes part of the reduction op, which gloo does not support.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def accumulate_in_compute_dtype(model: nn.Module) -> None:
     """Let autograd sum unreduced gradients in the dtype in which they are computed, without a cast."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in parameter_groups(fsdp_state(module)):
-                if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
-                    group._set_unsharded_grad_dtypes = partial(_keep_compute_dtype, group)
-                for parameter in group.fsdp_params:
-                    parameter.to_accumulated_grad_if_needed = lambda: None
+    for group in [group for module in _groups(model) for group in parameter_groups(fsdp_state(module))]:
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+            group._set_unsharded_grad_dtypes = partial(_keep_compute_dtype, group)
+        for parameter in group.fsdp_params:
+            parameter.to_accumulated_grad_if_needed = lambda: None
 
 
 def _keep_compute_dtype(group: Any, **_: Any) -> None:
-    """Let autograd keep gradients in the dtype of gathered parameters; torch 2.15 would use the dtype of the
-    reduction."""
+    """Let autograd keep gradients in the dtype of gathered parameters, not of the reduction (torch 2.15)."""
     for parameter in group.fsdp_params:
         if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
             gathered.grad_dtype = gathered.dtype
@@ -82,11 +75,8 @@ def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
 
 
 def restart_forward_order(module: nn.Module) -> None:
-    """Let backward passes prefetch by the order of one forward pass.
-
-    FSDP2 appends the orders of all micro-batches of a step, so that the first group's backward pass would gather the
-    last group of another micro-batch.
-    """
+    """Let backward passes prefetch by the order of one forward pass. FSDP2 appends the orders of all micro-batches of a
+    step, so that the first group's backward pass would gather the last group of another micro-batch."""
     if isinstance(module, FSDPModule):
         # The attribute is absent before the first pass.
         getattr(fsdp_state(module)._comm_ctx, "post_forward_order", []).clear()
@@ -94,22 +84,18 @@ def restart_forward_order(module: nn.Module) -> None:
 
 def accumulate_gradients(module: nn.Module) -> None:
     """Add gradients that autograd accumulated outside FSDP's hooks to the unreduced sum, in the reduction dtype."""
-    if isinstance(module, FSDPModule):
-        observer = step_observer()
-        for groups in _groups_by_block(module):
-            observer.gradient_group_begin()
-            for group in groups:
-                _accumulate_group(group)
-
-
-def _accumulate_group(group: Any) -> None:
-    if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
-        group._set_unsharded_grad_dtypes(defer_upcast=False)
+    if not isinstance(module, FSDPModule):
         return
-    for parameter in group.fsdp_params:
-        if hasattr(parameter, "_unsharded_param"):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    for groups in _groups_by_block(module):
+        step_observer().gradient_group_begin()
+        for group in groups:
+            if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
+                group._set_unsharded_grad_dtypes(defer_upcast=False)
+                continue
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_gradients(module: nn.Module) -> None:
@@ -132,9 +118,8 @@ def move_forward_hooks(unit: FSDPModule, module: nn.Module) -> None:
     state = fsdp_state(unit)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    state._pre_forward_hook_handle = module.register_forward_pre_hook(
-        state._pre_forward, prepend=True, with_kwargs=True
-    )
+    hook = module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    state._pre_forward_hook_handle = hook
     state._post_forward_hook_handle = module.register_forward_hook(state._post_forward)
 
 
@@ -145,27 +130,24 @@ def fsdp_state(module: FSDPModule) -> Any:
 
 def parameter_groups(state: Any) -> list[Any]:
     """FSDP2's private parameter groups of a module's state."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11
-        return [state._fsdp_param_group] if state._fsdp_param_group else []
-    return groups
-
-
-def _parameter_groups(module: FSDPModule) -> Iterator[Any]:
-    # Modules of one group share a state, which torch 2.11 lists once per module.
-    for state in dict.fromkeys(fsdp_state(module)._state_ctx.all_states):
-        yield from parameter_groups(state)
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
 
 
 def _groups_by_block(module: FSDPModule) -> Iterator[list[Any]]:
     """Parameter groups outside of blocks, if any, then the groups of each block."""
     assert isinstance(module, nn.Module)
-    states = [
-        [fsdp_state(part) for part in block.modules() if isinstance(part, FSDPModule)] for block in iter_blocks(module)
+    by_block = [
+        [group for part in _groups(block) for group in parameter_groups(fsdp_state(part))]
+        for block in iter_blocks(module)
     ]
-    by_block = [[group for state in of_block for group in parameter_groups(state)] for of_block in states]
     in_blocks = {id(group) for groups in by_block for group in groups}
-    if others := [group for group in _parameter_groups(module) if id(group) not in in_blocks]:
+    # Modules of one group share a state, which torch 2.11 lists once per module.
+    every = [
+        group for state in dict.fromkeys(fsdp_state(module)._state_ctx.all_states) for group in parameter_groups(state)
+    ]
+    if others := [group for group in every if id(group) not in in_blocks]:
         yield others
     yield from by_block
 
@@ -176,11 +158,12 @@ same shape; the second, called once, maps the gathered tensor to the weight, sha
 
 
 def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gathering | None]) -> None:
-    """Gather each module's `weight` in the format that `choose` returns for the module; None keeps FSDP2's.
-
-    Call it on a materialized model. Skips unsharded weights, and weights sharded unevenly or by columns.
-    """
-    for parameter in _fsdp_parameters(model):
+    """Gather each module's `weight` in the format that `choose` returns for the module; None keeps FSDP2's. Call it on
+    a materialized model. Skips unsharded weights, and weights sharded unevenly or by columns."""
+    # Modules of one group share a state.
+    states = dict.fromkeys(fsdp_state(module) for module in _groups(model))
+    groups = [group for state in states for group in parameter_groups(state)]
+    for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
         info = parameter._module_info
         # Every rank must choose the same format, so this depends on the whole shape.
         even = parameter._orig_size[0] % parameter.mesh_info.shard_mesh_size == 0
@@ -190,14 +173,6 @@ def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gather
             continue
         _attach(parameter._sharded_local_tensor, gathering)
         parameter._init_extensions()
-
-
-def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    # Modules of one group share a state.
-    states = dict.fromkeys(fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule))
-    for state in states:
-        for group in parameter_groups(state):
-            yield from group.fsdp_params
 
 
 def _attach(shard: Any, gathering: Gathering) -> None:
@@ -215,21 +190,12 @@ def _attach(shard: Any, gathering: Gathering) -> None:
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
 
-class ShardModules(Protocol):
-    """Function that makes an FSDP group."""
-
-    def __call__(self, modules: Sequence[nn.Module], *, reshard: bool) -> None:
-        """Group the modules' parameters, freed after forward if `reshard`."""
-
-
-def shard_ends(model: nn.Module, shard: ShardModules, *, free: bool) -> list[nn.Module]:
-    """Make FSDP groups of the ends of a model or pipeline stage; `free` is False if parameters stay gathered.
-
-    The first children (embedding) are freed after their forward. The last (norm, head) share a group and stay gathered,
-    since backward follows their forward at once. A tied weight is kept from the embedding's forward to the head's
-    backward. Autograd holds its gradient, of the same size, from there to the embedding's backward, so that freeing it
-    between its two uses would lower no peak. Returns the modules that are kept.
-    """
+def _shard_ends(model: nn.Module, shard: Callable[..., None], *, free: bool) -> list[nn.Module]:
+    """Make FSDP groups of the ends of a model or pipeline stage; `free` is False if parameters stay gathered. The first
+    children (embedding) are freed after their forward. The last (norm, head) share a group and stay gathered, since
+    backward follows their forward at once. A tied weight is kept from the embedding's forward to the head's backward.
+    Autograd holds its gradient, of the same size, from there to the embedding's backward, so that freeing it between
+    its two uses would lower no peak. Returns the modules that are kept."""
     plan = pipeline_plan(model)
     if plan is None:
         return []
@@ -273,9 +239,7 @@ def pipeline_plan(model: nn.Module) -> PipelinePlan | None:
 
 def _gather_in_backward_of_head(embedding: FSDPModule) -> None:
     """Gather a tied weight for the head's backward if it was freed, but not for a lookup's, which reads no weight.
-
-    FSDP2 knows one policy per module, so hooks tell its calls apart: the head's begin with hidden states.
-    """
+    FSDP2 knows one policy per module, so hooks tell its calls apart: the head's begin with hidden states."""
     assert isinstance(embedding, nn.Module)
 
     def gather(_: Tensor) -> None:
@@ -341,10 +305,16 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
         last = options.reshard_after_forward == "all_but_last" and index == len(blocks) - 1
         shard([block], reshard=free and not last)
         units.gather_with(block)
-    kept = shard_ends(model, shard, free=free)
+    kept = _shard_ends(model, shard, free=free)
     shard([model], reshard=False)
+    groups = [group for part in (*kept, *blocks[-1:]) for group in units.freed(part)]
+
+    def free_after_inference(*_: Any) -> None:
+        for group in () if torch.is_grad_enabled() else groups:  # kept for backward
+            group.reshard()
+
     if free:
-        _free_after_inference(model, [group for part in (*kept, *blocks[-1:]) for group in units.freed(part)])
+        model.register_forward_hook(free_after_inference)
     _prefetch(blocks, options.prefetch_blocks)
     sum_gradients(model)
     if options.bf16_sums:
@@ -352,8 +322,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
 
 
 def uses_fsdp(mesh: Mesh, *, cpu_offload: bool) -> bool:
-    """True if there are several data ranks, or parameters lie in CPU memory; otherwise `ComputeWeights` keeps the
-    low-precision copies."""
+    """True with several data ranks or offloaded parameters; else `ComputeWeights` keeps low-precision copies."""
     return max(mesh.fsdp_mesh.size(), mesh.expert_fsdp_mesh.size()) > 1 or cpu_offload
 
 
@@ -366,9 +335,7 @@ def free_gathered(parts: Iterable[nn.Module]) -> None:
 
 class _Units:
     """FSDP units of a model: blocks and ends. Nested in them are modules in fp32, and experts on a mesh of their own.
-
-    Inputs are not cast: the embedding sets the dtype of the residual stream, and the RoPE cache stays fp32.
-    """
+    Inputs are not cast: the embedding sets the dtype of the residual stream, and the RoPE cache stays fp32."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
         dtype = torch.bfloat16 if options.bf16 else None
@@ -398,8 +365,7 @@ class _Units:
             self._shard(rest, rest[0], reshard=reshard)
 
     def gather_with(self, block: nn.Module) -> None:
-        """Gather a block's experts, and parameters that stay in fp32, when the block is called, outside of compiled or
-        recomputed code."""
+        """Gather experts and fp32 parameters when their block is called, outside of compiled or recomputed code."""
         own = self._of_experts | self._kept
         for part in block.modules():
             if isinstance(part, FSDPModule) and part in own and part not in self._in_fp32:
@@ -434,8 +400,7 @@ class _Units:
 
 
 def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | None:
-    """First dim that the degree divides, experts before channels, because torch takes only an uneven dim 0 of plain
-    tensors."""
+    """First dim that the degree divides: torch shards only dim 0 of plain tensors unevenly."""
     sizes = local_tensor(parameter.detach()).shape
     dims = [dim for dim, size in enumerate(sizes) if size % degree == 0]
     assert dims or not isinstance(parameter, DTensor), "checked by the rules"
@@ -443,32 +408,14 @@ def _sharded_dim_of_experts(parameter: nn.Parameter, degree: int) -> Shard | Non
 
 
 def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
-    """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and does not divide evenly.
-
-    torch assigns the wrong rows to shards of a dim that two axes shard unevenly.
-    """
+    """Dim 0, or dim 1 if tensor parallelism shards dim 0 too and unevenly: torch would shard it wrongly."""
     if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
         return None
     return None if parameter.shape[0] % (parameter.device_mesh.size() * degree) == 0 else Shard(1)
 
 
-def _free_after_inference(model: nn.Module, kept: Sequence[FSDPModule]) -> None:
-    """Free the parameters that are kept for backward after a forward pass without backward."""
-
-    def free(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            for group in kept:
-                group.reshard()
-
-    model.register_forward_hook(free)
-
-
 def _prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
-    """Prefetch several blocks in forward and backward.
-
-    By default, FSDP2 prefetches the previous group, which may be a module of the same block if a block has
-    `fp32_modules`.
-    """
+    """Prefetch blocks; by default FSDP2 prefetches the previous group, perhaps an fp32 module of the same block."""
     groups = [_groups(block) for block in blocks]
     if ahead == 1 and all(len(of_block) == 1 for of_block in groups):
         return

@@ -1,9 +1,7 @@
 """Device mesh with the axes of `config.layout.axes.AXES`, and collectives: process groups, functional collectives that
-the compiler can trace, all-to-all, and partial sums. Unused axes have size 1, so no code asks which are in use.
-
-Meshes cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the axes
-that FSDP shards over are folded into one, `fsdp`; parameters of experts live on `experts`, with the axes `EXPERT_AXES`.
-"""
+the compiler can trace, all-to-all, and partial sums. Unused axes have size 1, so no code asks which are in use. Meshes
+cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the axes that
+FSDP shards over are folded into one, `fsdp`; parameters of experts live on `experts`, with the axes `EXPERT_AXES`."""
 
 import functools
 import socket
@@ -52,13 +50,11 @@ LOOPBACK = "127.0.0.1"
 def served_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Serve a store, at a free port if `port` is 0. On the loopback address only this machine's processes reach it,
     whereas torch's default listens on all interfaces, whatever the host."""
-    if host != LOOPBACK:
-        return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
-    listener = socket.create_server((host, port))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    if host == LOOPBACK:
+        listener = socket.create_server((host, port))
+        port, options["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(host, port, **options)
 
 
 def loopback_store(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -73,22 +69,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch has a type of its own for these strings
 
 
-def run_timeout() -> timedelta | None:
-    """Timeout of the default group's collectives; None if its backend has none.
-
-    A new group would have torch's timeout of 10 or 30 minutes, after which NCCL ends a rank before its stacks are
-    written.
-    """
+def _run_timeout() -> timedelta | None:
+    """Timeout of the default group's collectives; None if its backend has none. A new group would have torch's timeout
+    of 10 or 30 minutes, after which NCCL ends a rank before its stacks are written."""
     group, host = c10d._get_default_group(), torch.device("cpu")
     options = group._get_backend(host).options if host in group._device_types else None
     return getattr(options, "_timeout", None)
-
-
-def give_run_timeout(group: dist.ProcessGroup) -> None:
-    """Set the timeout of the default group for another group, on each of its backends."""
-    timeout = run_timeout()
-    if timeout is not None:
-        _set_timeout(timeout, group)
 
 
 def gather_documents(documents: Tensor, group: str) -> Tensor:
@@ -134,26 +120,21 @@ def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     _, ctx.group = inputs
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return all_to_all(gradient.contiguous(), ctx.group), None
-
-
-all_to_all.register_autograd(_backward, setup_context=_save)
+all_to_all.register_autograd(
+    lambda ctx, gradient: (all_to_all(gradient.contiguous(), ctx.group), None), setup_context=_save
+)
 
 
 _PENDING: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-"""Function that waits for a count exchange, and the counts that the exchange still reads, by the address of its
-sums."""
+"""Functions that wait for count exchanges, and the counts that these still read, by address of the sums."""
 
 
 @torch.library.custom_op("titan_exp::start_count_exchange", mutates_args=())
 def start_count_exchange(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Start to send `counts[r]` of int64 [degree, n] to rank r; `finish_count_exchange` must take both results.
-
-    The first result holds the received counts by rank, the second the sums [2, degree] of the counts sent to and
-    received from each rank. The sums are on the CPU, because NCCL takes numbers of rows from the host. On CUDA the
-    exchange has its own stream, so that the host waits for it alone, not for kernels queued later.
-    """
+    """Start to send `counts[r]` of int64 [degree, n] to rank r; `finish_count_exchange` must take both results. The
+    first result holds the received counts by rank, the second the sums [2, degree] of the counts sent to and received
+    from each rank. The sums are on the CPU, because NCCL takes numbers of rows from the host. On CUDA the exchange has
+    its own stream, so that the host waits for it alone, not for kernels queued later."""
     received, sums = _empty_counts(counts, group)
     if isinstance(counts, FakeTensor):
         dist.all_to_all_single(received, counts.contiguous(), group=group_named(group))
@@ -205,10 +186,8 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 
 @torch.library.custom_op("titan_exp::all_to_all_rows", mutates_args=())
 def all_to_all_rows(rows: Tensor, sent: Tensor, received: Tensor, size: int | None, group: str) -> Tensor:
-    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on; receive by rank.
-
-    `sent` and `received` are counts on the CPU. `size` is the sum of `received`, or None if unknown.
-    """
+    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on; receive by rank. `sent` and
+    `received` are counts on the CPU. `size` is the sum of `received`, or None if unknown."""
     counts = received.tolist()
     found = rows.new_empty((sum(counts), *rows.shape[1:]))
     dist.all_to_all_single(found, rows.contiguous(), counts, sent.tolist(), group=group_named(group))
@@ -238,7 +217,7 @@ def _save_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str],
 
 
 def _backward_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    sent, received = ctx.saved_tensors
+    sent, received = ctx.saved_tensors or unsaved_tensors(ctx)
     return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
 
 
@@ -248,31 +227,21 @@ def _set_rows(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int | None, str], 
     ctx.size = rows.shape[0]
 
 
-def _return_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    sent, received = unsaved_tensors(ctx)
-    return all_to_all_rows(gradient.contiguous(), received, sent, ctx.size, ctx.group), None, None, None, None
-
-
 all_to_all_rows.register_autograd(_backward_rows, setup_context=_save_rows)
-return_rows.register_autograd(_return_gradient, setup_context=_set_rows)
+return_rows.register_autograd(_backward_rows, setup_context=_set_rows)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device mesh and process groups of this rank.
-
-    Derived values are cached: indexing a DeviceMesh builds a new one, which takes 0.1 ms.
-    """
+    """Device mesh and process groups of this rank. Values are cached: indexing a DeviceMesh takes 0.1 ms."""
 
     world: DeviceMesh
     """Mesh of all axes; tp varies fastest, so that its ranks are neighbours."""
     sharding: DeviceMesh
     """Mesh with axes pp, dp_replicate, fsdp, tp over the same ranks."""
     experts: DeviceMesh | None
-    """Mesh with axes pp, dp_replicate, efsdp, ep, etp over the same ranks; None if experts are sharded like other
-    weights."""
+    """Mesh with axes pp, dp_replicate, efsdp, ep, etp; None if experts are sharded like other weights."""
     device: torch.device
-    """Device of this process."""
     cpu_group: dist.ProcessGroup
     """Group of all ranks over gloo, for token counts and flags that must not wait for the device."""
     sequence_shard: ShardedSequence
@@ -339,11 +308,8 @@ def build_mesh(
     cuts: tuple[int, ...] = (),
     causal: bool = True,
 ) -> Mesh:
-    """Build the mesh over the default process group; the product of the degrees is the world size.
-
-    `experts` says that the model has experts, `cuts` where segments of context-parallel sequences end, and `causal`
-    that later tokens cost more.
-    """
+    """Build the mesh over the default process group; the product of the degrees is the world size. `cuts` are where
+    segments of context-parallel sequences end; `causal` says that later tokens cost more."""
     assert config.dp_shard >= 1, "the layout is resolved before launch"
     degrees = {axis.name: axis.degree(config) for axis in AXES}
     folded: dict[str, int] = {}
@@ -360,8 +326,9 @@ def build_mesh(
 
 def _device_mesh(degrees: dict[str, int], device: torch.device) -> DeviceMesh:
     mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-    for group in mesh.get_all_groups():
-        give_run_timeout(group)
+    if (timeout := _run_timeout()) is not None:
+        for group in mesh.get_all_groups():
+            _set_timeout(timeout, group)  # on each of its backends
     return mesh
 
 
@@ -386,6 +353,6 @@ def from_rank_0(value: T, group: dist.ProcessGroup | None = None) -> T:
 def new_cpu_group() -> dist.ProcessGroup:
     """A separate gloo group of all ranks, whose messages cannot be confused with others."""
     # Under a fake process group gloo would wait for other ranks.
-    group = dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=run_timeout())
+    group = dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=_run_timeout())
     assert isinstance(group, dist.ProcessGroup), "every rank belongs to a group of all"
     return group

@@ -1,9 +1,8 @@
-"""Models on the meta device: requirements of a layout on their modules, and shards of their initial weights.
-
-Built-in families meet them; your model may not, and a missing part would be ignored or fail in training.
-"""
+"""Models on the meta device: requirements of a layout on their modules, and shards of their initial weights. Built-in
+families meet them; your model may not, and a missing part would be ignored or fail in training."""
 
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -27,7 +26,6 @@ from titan_exp.ops.linear_attention import GatedDeltaCore
 from titan_exp.parallel.tensor_parallel.styles import LINEARS, MODULES
 
 BufferPlace = tuple[nn.Module, str]
-"""Module and name of a buffer in it."""
 
 
 def buffer_places(model: nn.Module) -> dict[str, BufferPlace]:
@@ -42,22 +40,21 @@ def buffer_places(model: nn.Module) -> dict[str, BufferPlace]:
 def materialize_parameters(
     model: nn.Module, device: torch.device, *, cpu_offload: bool = False
 ) -> Collection[BufferPlace]:
-    """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers.
-
-    Offloaded parameters go to the CPU, everything else to `device`. Returns the buffers that no module's
-    `reset_buffers` computed.
-    """
-    places = _places(model)
+    """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers. Offloaded parameters go to
+    the CPU, everything else to `device`. Returns the buffers that no module's `reset_buffers` computed."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[parameter].append((module, name))
     model.to_empty(device="cpu" if cpu_offload else device)
-    for (owner, attribute), *others in places:
+    for (owner, attribute), *others in places.values():
         for module, name in others:  # `to_empty` unties weights that leave the meta device
             setattr(module, name, getattr(owner, attribute))
     if cpu_offload:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(
-                    name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
-                )
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, buffer.to(device), persistent=persistent)
     unfilled = {place: _buffer(place) for place in buffer_places(model).values()}
     versions = {place: buffer._version for place, buffer in unfilled.items()}
     for module in model.modules():
@@ -73,15 +70,6 @@ def _buffer(place: BufferPlace) -> Tensor:
     return module.get_buffer(name)
 
 
-def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Modules and names of each parameter; a tied weight has several."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places[parameter].append((module, name))
-    return list(places.values())
-
-
 def every_weight(name: str) -> bool:
     """True for any weight: the default selection of weights by full name."""
     return True
@@ -91,8 +79,7 @@ def every_weight(name: str) -> bool:
 def init_weights(
     model: nn.Module, table: Mapping[str, InitSpec], seed: int, selected: Callable[[str], bool] = every_weight
 ) -> None:
-    """Fill selected parameters from their initial distributions, identically in every layout and on every device,
-    without communication."""
+    """Fill selected parameters from their initial distributions, the same in every layout and on every device."""
     for name, parameter in model.named_parameters():
         if selected(name):
             init_shard_(local_tensor(parameter), seed, name, table[name], local_shard(parameter))
@@ -102,34 +89,27 @@ def init_weights(
 def init_buffers(
     places: Mapping[str, BufferPlace], unfilled: Collection[BufferPlace], build: Callable[[], nn.Module], seed: int
 ) -> None:
-    """Fill the `unfilled` ones of a model's own buffers from a whole model built on the CPU under the seed. `places`
-    were taken before the model was sharded."""
-    names = [name for name, place in places.items() if place in unfilled]
-    if not names:
-        return
-    whole = _build_whole(build, seed)
-    for name in names:
-        _buffer(places[name]).copy_(whole.get_buffer(name))
+    """Fill `unfilled` buffers from a whole model built on the CPU under the seed; `places` are of before sharding."""
+    if names := [name for name, place in places.items() if place in unfilled]:
+        whole = _build_whole(build, seed)
+        for name in names:
+            _buffer(places[name]).copy_(whole.get_buffer(name))
 
 
 @torch.no_grad()
 def copy_initial_weights(
     model: nn.Module, build: Callable[[], nn.Module], seed: int, selected: Callable[[str], bool] = every_weight
 ) -> None:
-    """Fill selected parameters from a whole model built on the CPU under the seed.
-
-    Serves models that do not declare their initial weights; each rank temporarily holds the whole model in memory.
-    """
+    """Fill selected parameters from a whole model built on the CPU under the seed. Serves models that do not declare
+    their initial weights; each rank temporarily holds the whole model in memory."""
     targets = {name: parameter for name, parameter in model.named_parameters() if selected(name)}
     if not targets:
         return
     whole = _build_whole(build, seed).state_dict()
-    for name, target in targets.items():
-        if name not in whole:
-            continue
-        part = local_shard(target)
+    for name in [name for name in targets if name in whole]:
+        part = local_shard(targets[name])
         window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
-        local_tensor(target).copy_(whole[name][window])
+        local_tensor(targets[name]).copy_(whole[name][window])
 
 
 def _build_whole(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -147,11 +127,7 @@ def local_shard(tensor: Tensor) -> ShardSpec:
 
 
 def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Check that every pattern of `fp32_modules` matches a module of the whole model.
-
-    Raises:
-        UserError: a pattern matches no module.
-    """
+    """Raise UserError if a pattern of `fp32_modules` matches no module of the whole model."""
     named = _named(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
@@ -173,6 +149,7 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 INPUTS = ("tokens", "positions", "documents")
 """Positional arguments of a model's `forward`; the last two are None unless data.reset_positions or document_mask."""
+STYLES = "titan_exp.parallel.tensor_parallel.styles"
 BLOCKS = 'write self.blocks = nn.ModuleDict({"0": block, "1": block, ...}), keyed by layer number'
 
 
@@ -193,13 +170,15 @@ def module_violations(
     yield from _blocks(model, checkpointing, compilation)
     yield from _tied_weights(model, layout)
     parallelism = layout.parallelism
-    if spec is not None and parallelism.tp > 1:
+    if spec is None:
+        return
+    if parallelism.tp > 1:
         yield from _tensor_parallel(model, spec, parallelism.tp)
-    if spec is not None and regroups_experts(parallelism):
+    if regroups_experts(parallelism):
         yield from _expert_parallel(model, spec, parallelism)
-    if spec is not None and parallelism.cp > 1:
+    if parallelism.cp > 1:
         yield from _context_parallel(model, parallelism.cp)
-    if spec is not None and parallelism.pp > 1:
+    if parallelism.pp > 1:
         yield from _pipeline(model, spec, parallelism.pp)
 
 
@@ -249,8 +228,7 @@ def computes_loss(model: nn.Module, spec: ModelSpec | None) -> bool:
 
 
 def _buffers(model: nn.Module) -> Iterator[Violation]:
-    """Check that every tensor of a module is a parameter or a buffer, since other tensors would stay on the meta
-    device."""
+    """Check that every tensor of a module is a parameter or a buffer; others would stay on the meta device."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             held = value if isinstance(value, list | tuple) else [value]
@@ -260,9 +238,8 @@ def _buffers(model: nn.Module) -> Iterator[Violation]:
                     f"{attribute} is a tensor, but neither a parameter nor a buffer. We build models on the meta "
                     "device, and this tensor would never get values"
                 )
-                remedy = (
-                    f'call self.register_buffer("{name}", ..., persistent=False) in {type(module).__name__}.__init__'
-                )
+                init = f"{type(module).__name__}.__init__"
+                remedy = f'call self.register_buffer("{name}", ..., persistent=False) in {init}'
                 yield Violation("model.architecture", type(model).__name__, reason, remedy)
 
 
@@ -274,19 +251,15 @@ def _blocks(
         return
     reason = f"it works block by block, and {type(model).__name__} has no blocks"
     if checkpointing.mode != "none":
-        yield Violation(
-            "activation_checkpoint.mode", checkpointing.mode, reason, f"{BLOCKS}; or use activation_checkpoint=none"
-        )
+        remedy = f"{BLOCKS}; or use activation_checkpoint=none"
+        yield Violation("activation_checkpoint.mode", checkpointing.mode, reason, remedy)
     if compilation.compiles("blocks"):
-        components = list(compilation.components)
-        yield Violation(
-            "compile.components", components, reason, f"{BLOCKS}; or use compile.components=[loss], or compile=none"
-        )
+        remedy = f"{BLOCKS}; or use compile.components=[loss], or compile=none"
+        yield Violation("compile.components", list(compilation.components), reason, remedy)
 
 
 def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Check that tied weights have one precision and one FSDP group: each block is a group, and everything else
-    together. A block that several layers share is one group."""
+    """Check that tied weights have one precision and one FSDP group: a block, or everything else together."""
     shards = layout.world_size > 1 or layout.parallelism.cpu_offload
     groups: dict[nn.Parameter, dict[str, str]] = {}
     named = (
@@ -294,9 +267,15 @@ def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violatio
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     )
+    in_blocks = shards and isinstance(getattr(model, "blocks", None), nn.ModuleDict)
+    patterns = layout.training.fp32_modules
     for name, parameter in named:
-        group = _fp32_module(name, layout.training.fp32_modules) or (_fsdp_group(model, name) if shards else "the rest")
-        groups.setdefault(parameter, {})[name] = group
+        first, *rest = name.split(".")
+        fsdp_group = f"{first}.{rest[0]}" if first == "blocks" and in_blocks else "the rest"
+        modules = itertools.accumulate((first, *rest[:-1]), "{}.{}".format) if rest else ()
+        in_fp32 = (path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns))
+        outermost = next((f"{path} (training.fp32_modules)" for path in in_fp32), None)
+        groups.setdefault(parameter, {})[name] = outermost or fsdp_group
     for names in groups.values():
         owners = dict.fromkeys(names.values())
         if len(owners) > 1:
@@ -306,20 +285,6 @@ def _tied_weights(model: nn.Module, layout: ResolvedLayout) -> Iterator[Violatio
                 "tie weights outside of blocks or within one block, or train on one rank without training.fp32_modules"
             )
             yield Violation("model.architecture", type(model).__name__, reason, remedy)
-
-
-def _fp32_module(name: str, fp32_modules: tuple[str, ...]) -> str | None:
-    """Outermost module of `fp32_modules` that holds a parameter."""
-    parts = name.split(".")
-    modules = (".".join(parts[:end]) for end in range(1, len(parts)))
-    found = (module for module in modules if any(fnmatchcase(module, pattern) for pattern in fp32_modules))
-    return next((f"{module} (training.fp32_modules)" for module in found), None)
-
-
-def _fsdp_group(model: nn.Module, name: str) -> str:
-    parts = name.split(".")
-    blocks = getattr(model, "blocks", None)
-    return ".".join(parts[:2]) if parts[0] == "blocks" and isinstance(blocks, nn.ModuleDict) else "the rest"
 
 
 def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violation]:
@@ -337,7 +302,7 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
         if hasattr(module, "tp_plan")
         for child, style in module.tp_plan().items()  # type: ignore[operator]  # a method, not a submodule
     }
-    planned = {name: linear for name, (linear, _) in styles.items()}
+    planned, modules = {name: linear for name, (linear, _) in styles.items()}, dict(model.named_modules())
     yield from _handled(model, {name: style for name, (_, style) in styles.items()}, degree)
     for name, linear in spec.linears():
         if linear.tp is None or linear.experts > 1:
@@ -345,14 +310,17 @@ def _tensor_parallel(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator
         if name not in planned:
             reason = f"the spec shards {name}, and no tp_plan() of a module of {kind} names it"
             remedy = "write def tp_plan(self): return layer_spec.tp_plan('attention'), as transformer.Attention does"
-        elif isinstance(linear.tp, Rowwise) and (missing := _missing_beside(model, name, linear.tp.gathers)):
-            reason = f"the spec lets {name} gather the input of {missing}, and {kind} has no such module"
+        elif (
+            isinstance(linear.tp, Rowwise)
+            and linear.tp.gathers
+            and (beside := f"{name.rpartition('.')[0]}.{linear.tp.gathers}") not in modules
+        ):
+            reason = f"the spec lets {name} gather the input of {beside}, and {kind} has no such module"
             remedy = "write Rowwise(gathers=...) with the name of a module beside the linear"
         elif not isinstance(planned[name], Linear):
             reason = f"{name} is a {type(planned[name]).__name__}, which we cannot shard"
-            remedy = (
-                "make it a titan_exp.models.blocks.linear.Linear, or write tp=None in the spec and use parallelism.tp=1"
-            )
+            remedy = "make it a titan_exp.models.blocks.linear.Linear, or write tp=None in the spec and use "
+            remedy += "parallelism.tp=1"
         else:
             continue
         yield Violation(field, degree, reason, remedy)
@@ -367,18 +335,9 @@ def _handled(model: nn.Module, plan: Mapping[str, object], degree: int) -> Itera
             if style is not None and type(style) not in handlers:
                 kind = type(style).__name__
                 reason = f"{name} has the style {kind}, for which there is no handler"
-                remedy = (
-                    f"write {table}[{kind}] = your_handler, with {table} of titan_exp.parallel.tensor_parallel.styles, "
-                    "or use parallelism.tp=1"
-                )
+                remedy = f"write {table}[{kind}] = your_handler, with {table} of {STYLES}, or use parallelism.tp=1"
                 yield Violation("parallelism.tp", degree, reason, remedy)
                 return
-
-
-def _missing_beside(model: nn.Module, linear: str, name: str) -> str | None:
-    """Full name of a missing module beside a linear; None if the module exists or `name` is empty."""
-    path = f"{linear.rpartition('.')[0]}.{name}"
-    return path if name and path not in dict(model.named_modules()) else None
 
 
 def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -387,10 +346,8 @@ def _expert_parallel(model: nn.Module, spec: ModelSpec, parallelism: Parallelism
     for number, layer in enumerate(spec.blocks):
         name = f"blocks.{number}.{'' if layer.router is None else layer.router.name.rpartition('.')[0]}"
         if layer.router is not None and name not in found:
-            key = "ep" if parallelism.ep > 1 else "tp"
-            reason = (
-                f"it replaces the token dispatch of MoEFeedForward, and {name} of {type(model).__name__} is not one"
-            )
+            key, kind = "ep" if parallelism.ep > 1 else "tp", type(model).__name__
+            reason = f"it replaces the token dispatch of MoEFeedForward, and {name} of {kind} is not one"
             remedy = f"make it a titan_exp.models.blocks.feed_forward.MoEFeedForward, or use parallelism.{key}=1"
             yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
             return
@@ -424,7 +381,6 @@ def _pipeline(model: nn.Module, spec: ModelSpec, degree: int) -> Iterator[Violat
         yield Violation(field, degree, reason, remedy)
     else:
         children = dict(model.named_children())
-        missing = [child for child in (*plan.first, *plan.last) if child not in children]
-        if missing:
+        if missing := [child for child in (*plan.first, *plan.last) if child not in children]:
             reason = f"pp_plan() names {listed(missing, 'and')}, which {kind} does not have as a child"
             yield Violation(field, degree, reason, f"name its children: {listed(children, 'and')}")

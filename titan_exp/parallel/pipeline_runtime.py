@@ -36,9 +36,7 @@ class ActivationSpec:
     shape: tuple[int, ...]
     """[rows, tokens, dim] of one micro-batch on one rank."""
     dtype: torch.dtype
-    """Dtype of hidden states and of their gradients."""
     device: torch.device
-    """This rank's device."""
 
     @staticmethod
     def of(layout: ResolvedLayout, device: torch.device, extra_tokens: int = 0) -> "ActivationSpec":
@@ -56,9 +54,7 @@ class P2PTransport:
 
     def __init__(self, group: dist.ProcessGroup, activation: ActivationSpec) -> None:
         self.rank = dist.get_rank(group)
-        """Pipeline rank of this process."""
         self.rows = activation.shape[0]
-        """Rows of a micro-batch."""
         self._group, self._activation = group, activation
 
     def empty(self) -> Tensor:
@@ -104,12 +100,9 @@ class TiedWeights:
         copies = {name: stage.module.get_parameter(name) for stage in stages for name in stage.copied}
         # All ranks split the same model, so the first stage knows which copies the last one has.
         originals = {name: stage.module.get_parameter(name) for stage in stages for name in stage.shared}
-        self._local_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._remote: list[nn.Parameter] = []
-        if self._first == self._last:
-            self._local_pairs = [(originals[name], copies[name]) for name in copies]
-        else:
-            self._remote = list((originals or copies).values())
+        is_local = self._first == self._last
+        self._local_pairs = [(originals[name], copies[name]) for name in copies] if is_local else []
+        self._remote = [] if is_local else list((originals or copies).values())
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -140,15 +133,12 @@ class P2POp:
     """Transfer of one tensor between ranks: a stage's output forward, or its input's gradient backward."""
 
     sending: bool
-    """True if this rank sends, False if it receives."""
     peer: int
-    """Pipeline rank at the other end."""
     action: Action
     """Action that produces the tensor."""
 
 
 Step = Action | P2POp
-"""An action or a P2P operation of a rank."""
 
 
 def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> Schedule:
@@ -160,32 +150,31 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
             [Action(rank, kind, number) for kind in "FB" for number in range(microbatches)] for rank in range(ranks)
         ]
     if schedule == "1F1B":
-        return [_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)]
+        found: Schedule = [[] for _ in range(ranks)]
+        for rank, actions in enumerate(found):
+            # Forward until the first gradient returns, then one forward for each backward.
+            warmup = min(ranks - 1 - rank, microbatches)
+            actions += [Action(rank, "F", number) for number in range(warmup)]
+            for number in range(warmup, microbatches):
+                actions += [Action(rank, "F", number), Action(rank, "B", number - warmup)]
+            actions += [Action(rank, "B", number) for number in range(microbatches - warmup, microbatches)]
+        return found
     return _by_torch(schedule, ranks, stages // ranks, microbatches)
 
 
 def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
-    """Actions of each rank in a forward-only pass: all micro-batches go through its first stage, then through the
-    next."""
-    return [
-        [
-            Action(stage, "F", number)
-            for stage, stage_rank in enumerate(placement)
-            if stage_rank == rank
-            for number in range(microbatches)
-        ]
-        for rank in range(max(placement) + 1)
-    ]
+    """Actions of each rank in a forward-only pass: all micro-batches through one stage, then through the next."""
+    actions: Schedule = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        actions[rank] += [Action(stage, "F", number) for number in range(microbatches)]
+    return actions
 
 
 def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step]:
-    """Steps of one rank: its actions, with the P2P operations between them.
-
-    All ranks derive their steps from one global order of actions, sorted by when each ends if communication is free. A
-    transfer follows the action that produces its tensor, on both sides. So any two ranks meet in the same order, as
-    NCCL requires, and cannot deadlock.
-    """
-    last = len(placement) - 1
+    """Steps of one rank: its actions, with the P2P operations between them. All ranks derive their steps from one
+    global order of actions, sorted by when each ends if communication is free. A transfer follows the action that
+    produces its tensor, on both sides. So any two ranks meet in the same order, as NCCL requires, and cannot
+    deadlock."""
     steps: list[Step] = []
     for action, _ in sorted(timeline(schedule).end.items(), key=lambda item: (item[1], item[0])):
         source = placement[action.stage]
@@ -194,64 +183,36 @@ def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step
         if action.kind == "W":
             continue
         consumer = action.stage + (1 if action.kind == "F" else -1)
-        if not 0 <= consumer <= last:
-            continue
-        target = placement[consumer]
-        if source != target and rank in (source, target):
-            sending = rank == source
-            steps.append(P2POp(sending, target if sending else source, action))
+        if 0 <= consumer < len(placement):
+            target = placement[consumer]
+            if source != target and rank in (source, target):
+                sending = rank == source
+                steps.append(P2POp(sending, target if sending else source, action))
     return steps
-
-
-def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """1F1B: forward until the first gradient returns, then one forward for each backward."""
-    warmup = min(ranks - 1 - rank, microbatches)
-    actions = [Action(rank, "F", number) for number in range(warmup)]
-    for number in range(warmup, microbatches):
-        actions += [Action(rank, "F", number), Action(rank, "B", number - warmup)]
-    return actions + [Action(rank, "B", number) for number in range(microbatches - warmup, microbatches)]
 
 
 def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
     """Actions of torch's schedule of this name, built over stages without modules."""
     assert SCHEDULES[name].takes(microbatches, ranks), "checked by the rules"
+    common = {"num_stages": stages_per_rank * ranks, "group_rank": 0, "group_size": ranks, "submod": None}
+    common |= {"has_backward": True, "is_last": False}
     stages: list[Any] = [
-        SimpleNamespace(
-            stage_index=local * ranks,
-            num_stages=stages_per_rank * ranks,
-            group_rank=0,
-            group_size=ranks,
-            submod=None,
-            has_backward=True,
-            is_first=local == 0,
-            is_last=False,
-        )
-        for local in range(stages_per_rank)
+        SimpleNamespace(stage_index=local * ranks, is_first=local == 0, **common) for local in range(stages_per_rank)
     ]
-    schedule: Any = schedules.get_schedule_class(name)(stages, microbatches, loss_fn=_no_loss)  # type: ignore[arg-type]
-    return [
-        [
-            Action(part.stage_index, part.computation_type.value, part.microbatch_index)
-            for action in schedule.pipeline_order[rank]
-            if action is not None
-            # Overlapped forward and backward actions run in sequence.
-            for part in (action.sub_actions or (action,))
-            if part.is_compute_op
-        ]
-        for rank in range(ranks)
-    ]
-
-
-def _no_loss() -> None:
-    """Placeholder loss that is never called, since torch's schedules are read and not run."""
+    schedule: Any = schedules.get_schedule_class(name)(stages, microbatches, loss_fn=lambda: None)  # read, not run
+    found: Schedule = [[] for _ in range(ranks)]
+    for rank, actions in enumerate(found):
+        for action in filter(None, schedule.pipeline_order[rank]):
+            for part in action.sub_actions or (action,):  # overlapped actions run in sequence
+                if part.is_compute_op:
+                    actions.append(Action(part.stage_index, part.computation_type.value, part.microbatch_index))
+    return found
 
 
 class Pipeline:
-    """This rank's stages and the schedules of all ranks.
-
-    `schedules` are passes with different numbers of micro-batches, as a batch ramp needs. `placement` gives the
-    pipeline rank of each stage; `keep_gathered` keeps sharded parameters gathered over a step.
-    """
+    """This rank's stages and the schedules of all ranks. `schedules` are passes with different numbers of
+    micro-batches, as a batch ramp needs. `placement` gives the pipeline rank of each stage; `keep_gathered` keeps
+    sharded parameters gathered over a step."""
 
     def __init__(
         self,
@@ -309,11 +270,10 @@ class Pipeline:
             if isinstance(step, P2POp):
                 queue.exchange(step)
                 continue
-            if step.kind == "W":
-                self._act(step, None, compute, observer)
-                continue
-            source = self._comes_from(step)
-            received = None if source is None else queue.take(source)
+            # An input gradient (`I`) counts as a whole backward (`B`).
+            source = step.stage + (-1 if step.kind == "F" else 1)
+            taken = Action(source, "F" if step.kind == "F" else "B", step.microbatch)
+            received = queue.take(taken) if step.kind != "W" and 0 <= source < len(self._placement) else None
             result = self._act(step, received, compute, observer)
             if result is not None and not (step.kind == "F" and self._by_number[step.stage].last):
                 queue.put(step, result)
@@ -333,13 +293,6 @@ class Pipeline:
         observer.action_end(action, result)
         return result
 
-    def _comes_from(self, action: Action) -> Action | None:
-        """Action whose result this action takes; an input gradient (`I`) counts as a whole backward (`B`)."""
-        stage = action.stage + (-1 if action.kind == "F" else 1)
-        if not 0 <= stage < len(self._placement):
-            return None
-        return Action(stage, "F" if action.kind == "F" else "B", action.microbatch)
-
 
 def build_pipeline(
     whole: nn.Module,
@@ -348,8 +301,7 @@ def build_pipeline(
     layout: ResolvedLayout,
     mesh: Mesh,
 ) -> Pipeline:
-    """Pipeline of this rank's stages, each of which is built on the meta device, cut and handed to
-    `parallelize_stage`, which fills it."""
+    """Pipeline of this rank's stages, each built on the meta device, cut, and filled by `parallelize_stage`."""
     parallelism = layout.parallelism
     layers, placement = layout.stage_layers, layout.stage_placement
     last = len(layers) - 1
@@ -366,25 +318,12 @@ def build_pipeline(
         behind = range(layout.layers, len(module.get_submodule("blocks"))) if number == last else ()  # type: ignore[arg-type]
         prune_to_stage(module, [*layers[number], *behind], first=number == 0, last=number == last)
         parallelize_stage(module)
-        stages.append(
-            Stage(
-                number,
-                number == last,
-                module,
-                shared=shared if number == 0 else (),
-                copied=shared if number == last else (),
-            )
-        )
-    schedules = [
-        build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), size) for size in layout.pass_sizes
-    ]
-    return Pipeline(
-        stages,
-        schedules,
-        placement,
-        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device, extra_tokens)),
-        keep_gathered=layout.reshard_policy == "never",
-    )
+        of_first, of_last = shared if number == 0 else (), shared if number == last else ()
+        stages.append(Stage(number, number == last, module, shared=of_first, copied=of_last))
+    name, ranks = parallelism.pp_schedule, parallelism.pp
+    schedules = [build_schedule(name, ranks, len(layers), size) for size in layout.pass_sizes]
+    transport = P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device, extra_tokens))
+    return Pipeline(stages, schedules, placement, transport, keep_gathered=layout.reshard_policy == "never")
 
 
 class P2PQueue:

@@ -1,9 +1,9 @@
 """Pipeline stage: forward and backward passes of single micro-batches through its part of the model."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -16,10 +16,8 @@ from titan_exp.parallel.step_observer import step_observer
 
 
 def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, last: bool) -> None:
-    """Keep the layers and children of one stage, in place; parameters keep their names in the whole model.
-
-    The model has `pp_plan()` and a `ModuleDict` named `blocks` whose keys are layer numbers.
-    """
+    """Keep the layers and children of one stage, in place; parameters keep their names in the whole model. The model
+    has `pp_plan()` and a `ModuleDict` named `blocks` whose keys are layer numbers."""
     plan = model.pp_plan()  # type: ignore[operator]  # a method, not a submodule; checked by the rules
     assert isinstance(plan, PipelinePlan)
     blocks = model.get_submodule("blocks")
@@ -47,8 +45,7 @@ NODES_LIVE_ALONE = torch.__version__ >= "2.13"
 
 
 class BackwardSplit:
-    """Split backward pass of one micro-batch through one stage: input gradient first, weight gradients later.
-    `parameters` are the stage's names and weights."""
+    """Split backward pass of a micro-batch through one stage: input gradient first, weight gradients later."""
 
     def __init__(self, output: Tensor, input: Tensor, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         named = {get_gradient_edge(weight).node: (name, weight) for name, weight in parameters if weight.requires_grad}
@@ -56,7 +53,12 @@ class BackwardSplit:
         self._names = {node: name for node, (name, _) in named.items()}
         self._kept = deque[tuple[Node, tuple[Tensor | None, ...]]]()
         branches = _branches(output, input, self._weights.keys())
-        early = _early_weights(branches)
+        # Weights whose gradients are computed with the input gradient; branches are ordered deepest first.
+        compiled = [node.name().startswith("CompiledFunction") for node in branches]
+        # Where only nodes above all compiled graphs are left for the second part, they would keep the graphs alive.
+        above = any(compiled) and all(compiled[: sum(compiled)])
+        found = zip(branches.values(), compiled, strict=True)
+        early = set[Node]().union(*(branch.weights for branch, is_compiled in found if is_compiled or above))
         # A weight of a compiled graph has its whole gradient early, including the part from uses elsewhere.
         self._branches = {
             node: branch._replace(weights=branch.weights - early)
@@ -72,16 +74,14 @@ class BackwardSplit:
         return bool(self._early)
 
     def compute_input_gradient(self, gradient: Tensor | None) -> Tensor:
-        """Compute the input's gradient from the output's gradient, or from None for the loss of the last stage. Call it
-        once."""
+        """Compute the input's gradient, once, from the output's gradient (None for the loss of the last stage)."""
         assert self._ends is not None, "the first part runs once"
-        output, input = self._ends
-        hooks = [self._keep_gradients(node) for node in self._branches]
+        (output, input), kept = self._ends, self._kept
+        hooks = [node.register_prehook(lambda grads, node=node: kept.append((node, grads))) for node in self._branches]
         try:
             gradients = None if gradient is None else (gradient,)
-            torch.autograd.backward(
-                (output,), gradients, retain_graph=bool(self._branches), inputs=(input, *self._early)
-            )
+            inputs = (input, *self._early)
+            torch.autograd.backward((output,), gradients, retain_graph=bool(self._branches), inputs=inputs)
             found, input.grad = input.grad, None
             assert found is not None, "the output depends on the input"
             return found
@@ -96,9 +96,6 @@ class BackwardSplit:
         while self._kept:
             self._add_branch(*self._kept.popleft())
         self._ends = None
-
-    def _keep_gradients(self, node: Node) -> Any:
-        return node.register_prehook(lambda gradients: self._kept.append((node, gradients)))
 
     def _add_branch(self, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
         branch = self._branches.pop(node)
@@ -121,15 +118,6 @@ class _Branch(NamedTuple):
     """Nodes that accumulate their gradients."""
     begins: tuple[GradientEdge, ...] = ()
     """Edges off the path, if a weight is also used further down the path; empty stands for all edges."""
-
-
-def _early_weights(branches: Mapping[Node, _Branch]) -> set[Node]:
-    """Weights whose gradients are computed with the input gradient; `branches` are ordered deepest first."""
-    compiled = [node.name().startswith("CompiledFunction") for node in branches]
-    # Where only nodes above all compiled graphs are left for the second part, they would keep the graphs alive for it.
-    above = any(compiled) and all(compiled[: sum(compiled)])
-    found = (branch.weights for branch, early in zip(branches.values(), compiled, strict=True) if early or above)
-    return set().union(*found)
 
 
 def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, _Branch]:
@@ -177,8 +165,7 @@ def _deepest_first(root: Node) -> Iterable[Node]:
 
 
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
-"""Computes a stage's output, or the last stage's loss, from a micro-batch's number and the hidden states of the
-previous stage (None for the first)."""
+"""Computes a stage's output, or the last one's loss, from a micro-batch's number and its hidden states, if any."""
 
 
 def keep_compiled_buffers() -> None:
@@ -202,11 +189,9 @@ class Stage:
     """A pipeline stage on this rank."""
 
     number: int
-    """Index among all stages."""
     last: bool
     """True for the last stage, whose output is the loss."""
     module: nn.Module
-    """Parameters that the last stage has copies of."""
     shared: tuple[str, ...] = ()
     """Parameters that the last stage has a copy of."""
     copied: tuple[str, ...] = ()
@@ -225,10 +210,7 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Accumulate weight gradients; returns the gradient of the input, None for the first stage.
-
-        `gradient` is the output's gradient; None for the last stage.
-        """
+        """Accumulate weight gradients from the output's (None: last stage); returns the input's (None: first stage)."""
         kept = self._passes.pop(microbatch)
         assert kept.output is not None, "its backward pass is not split"
         torch.autograd.backward((kept.output,), (gradient,) if gradient is not None else None)
@@ -250,11 +232,11 @@ class Stage:
 
     def backward_weights(self, microbatch: int) -> None:
         """Accumulate the weight gradients, after `backward_input`."""
-        if self._passes[microbatch].rest is None:
-            self.backward(microbatch, self._passes[microbatch].gradient)
+        kept = self._passes[microbatch]
+        if kept.rest is None:
+            self.backward(microbatch, kept.gradient)
             return
         # Hidden states and their gradient are released at its end, as by `backward`.
-        kept = self._passes.pop(microbatch)
-        assert kept.rest is not None
+        del self._passes[microbatch]
         kept.rest.add_weight_gradients()
         accumulate_gradients(self.module)

@@ -1,8 +1,7 @@
-"""QK-Clip (Kimi Team 2025): if a head's logits grow too large, its queries and keys are scaled down after the
-update."""
+"""QK-Clip (Kimi Team 2025): scales queries and keys of a head down if its logits grow too large."""
 
 from collections.abc import Mapping
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,7 @@ class ClippableAttention(Protocol):
     """Module that computes the scores: this rank's heads, its queries, or a part of its heads (Ulysses)."""
 
     def clip_factors(self, factors: Tensor) -> Mapping[str, Tensor]:
-        """Row factors [rows] of the projections' whole weights, by module path, that multiply each query head's logits
-        by its factor [heads]."""
+        """Row factors [rows] of whole projections, by path, that multiply query heads' logits by `factors`."""
         ...
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -38,12 +36,10 @@ class ClippableAttention(Protocol):
 
 
 class QKClip:
-    """Limits the logits of every head to `limit`, judged by the largest logit in the step's global batch.
-
-    `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. Attention
-    modules give the factor of each row by `clip_factors`; without any such module, UserError is raised. A step costs
-    one all-reduce of a number per head and layer.
-    """
+    """Limits the logits of every head to `limit`, judged by the largest logit in the step's global batch. `model` is
+    the whole model, so that all ranks know all layers; `parts` are the modules of this rank. Attention modules give the
+    factor of each row by `clip_factors`; without any such module, UserError is raised. A step costs one all-reduce of a
+    number per head and layer."""
 
     def __init__(self, model: nn.Module, parts: list[nn.Module], limit: float, mesh: Mesh) -> None:
         self._limit, self._device = limit, mesh.device
@@ -66,8 +62,7 @@ class QKClip:
 
     @property
     def largest(self) -> list[Tensor]:
-        """Largest logits of the step so far, by layer of this rank; the same rank of each other world raises them, in
-        place, to the maximum over all worlds."""
+        """Largest logits of the step so far, by layer of this rank; worlds raise them in place to their maximum."""
         return [self._tracked(module).largest for module in self._own.values()]
 
     @torch.no_grad()
@@ -85,7 +80,10 @@ class QKClip:
             factors = torch.where(logits > self._limit, self._limit / logits, 1.0)
             for linear, rows in module.clip_factors(factors).items():
                 for parameter in module.get_submodule(linear).parameters(recurse=False):
-                    _scale_rows(parameter, rows)
+                    if parameter.requires_grad:
+                        part, local = local_shard(parameter), local_tensor(parameter)
+                        own = rows[part.start[0] :][: part.size[0]].to(local.device)
+                        local.mul_(own.view(-1, *[1] * (local.ndim - 1)))
 
     @staticmethod
     def _tracked(module: ClippableAttention) -> MaxLogits:
@@ -95,12 +93,9 @@ class QKClip:
 
 
 def _attentions(module: nn.Module) -> list[tuple[str, ClippableAttention]]:
-    return [(name, part) for name, part in module.named_modules() if _is_clippable(part)]
-
-
-def _is_clippable(module: nn.Module) -> TypeGuard[ClippableAttention]:
     # From Python 3.12 on, `isinstance` of a protocol does not find submodules, which are not attributes.
-    return all(hasattr(module, name) for name in ("spec", "core", "clip_factors"))
+    members = ("spec", "core", "clip_factors")
+    return [(name, part) for name, part in module.named_modules() if all(hasattr(part, word) for word in members)]  # type: ignore[misc]
 
 
 def is_scoring(module: nn.Module) -> bool:
@@ -121,10 +116,3 @@ def track_logits(name: str, attention: ClippableAttention, mesh: Mesh) -> int:
 def scoring_module(attention: ClippableAttention) -> CausalAttention | ContextAttention:
     """Module that computes the scores."""
     return attention.core.core if isinstance(attention.core, UlyssesAttention) else attention.core
-
-
-def _scale_rows(parameter: nn.Parameter, rows: Tensor) -> None:
-    if parameter.requires_grad:
-        part, local = local_shard(parameter), local_tensor(parameter)
-        factors = rows[part.start[0] :][: part.size[0]].to(local.device)
-        local.mul_(factors.view(-1, *[1] * (local.ndim - 1)))

@@ -1,9 +1,8 @@
 """Selective activation checkpointing: calls whose results are kept, such as attention, routing and matmuls."""
 
 import warnings
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -40,17 +39,19 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-class _Cache(TorchDispatchMode):
+class _CompiledCodeMode(TorchDispatchMode):
     supports_higher_order_operators = True
-
-    def __init__(self, kept: list[Kept], call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._kept, self._call = kept, call
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """True, so that compiled code runs under this mode instead of being skipped."""
         return True
+
+
+class _Cache(_CompiledCodeMode):
+    def __init__(self, kept: list[Kept], call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._kept, self._call = kept, call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call the operator; for compiled code, keep or return its results."""
@@ -64,8 +65,8 @@ def _keep(kept: list[Kept], code: Callable[..., Any], arguments: list[Any], **na
     results = inductor_compiled_code(code, arguments, **name)
     origins = [numbers.get(id(result)) for result in results]
     del alive
-    own = zip(results, origins, strict=True)
-    kept.append(([_detached(result) if origin is None else None for result, origin in own], origins))
+    own = [result if origin is None else None for result, origin in zip(results, origins, strict=True)]
+    kept.append((_detached(own), origins))
     return results
 
 
@@ -76,9 +77,9 @@ def _restore(kept: list[Kept], code: Callable[..., Any], arguments: list[Any], *
     return found
 
 
-def _detached(result: Any) -> Any:
-    # Autograd makes the result a part of the graph, which holds this cache.
-    return result.detach() if isinstance(result, Tensor) else result
+def _detached(results: Any) -> Any:
+    # Autograd makes a result a part of the graph, which holds the cache.
+    return tree_map_only(Tensor, Tensor.detach, results)
 
 
 ROUTING = (
@@ -94,50 +95,27 @@ ROUTING = (
 def routing_cache() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Contexts that keep routing results in a block's forward pass and return them in its recomputations."""
     results: list[Any] = []
-    return _Keep(results), _Return(results)
+    return _RoutingMode(results, keeps=True), _RoutingMode(results, keeps=False)
 
 
-class _RoutingMode(TorchDispatchMode, ABC):
-    supports_higher_order_operators = True
-
-    def __init__(self, results: list[Any]) -> None:
+class _RoutingMode(_CompiledCodeMode):
+    def __init__(self, results: list[Any], *, keeps: bool) -> None:
         super().__init__()
-        self._results, self._calls = results, 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True, so that compiled code runs under this mode instead of being skipped."""
-        return True
+        self._results, self._keeps = results, keeps
 
     def __enter__(self) -> "_RoutingMode":
-        self._calls = 0
+        self._left = iter(self._results)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call the operator, or its replacement if it is a routing operator."""
-        call = partial(func, *args, **(kwargs or {}))
-        return self._routed(call) if str(getattr(func, "overloadpacket", "")) in ROUTING else call()
-
-    @abstractmethod
-    def _routed(self, call: Callable[[], Any]) -> Any: ...
-
-
-class _Keep(_RoutingMode):
-    def _routed(self, call: Callable[[], Any]) -> Any:
-        result = call()
-        # Autograd makes the result a part of the graph, which holds this cache.
-        self._results.append(_all_detached(result))
+        """Call the operator; keep or return results of routing."""
+        is_routing = str(getattr(func, "overloadpacket", "")) in ROUTING
+        if is_routing and not self._keeps:
+            return _detached(next(self._left))
+        result = func(*args, **(kwargs or {}))
+        if is_routing:
+            self._results.append(_detached(result))
         return result
-
-
-class _Return(_RoutingMode):
-    def _routed(self, call: Callable[[], Any]) -> Any:
-        self._calls += 1
-        return _all_detached(self._results[self._calls - 1])
-
-
-def _all_detached(result: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), result)
 
 
 Call = tuple[str, int]
@@ -145,8 +123,7 @@ Call = tuple[str, int]
 
 
 def call_name(operator: str, index: int) -> str:
-    """One-word name of a call. A separate index that differs between kinds of blocks would be a dynamic size to the
-    compiler."""
+    """One-word name of a call. To the compiler, a separate index would be a dynamic size."""
     return f"{operator}#{index}"
 
 
@@ -155,21 +132,16 @@ class TracedCall:
     """Operator call whose output may be saved."""
 
     call: Call
-    """Position in the block."""
     module: str
     """Path of the calling module in the block."""
     bytes: int
-    """Bytes of the outputs."""
     flops: int
-    """FLOPs of a matmul."""
     always: bool
     """True if it is never recomputed: attention, collectives that do not grow their input, top-k routing."""
     reached: bool
-    """True if the call precedes the last tensor that backward reads: without a compiler, all such calls are
-    repeated."""
+    """True if backward without a compiler repeats the call: it precedes the last tensor that backward reads."""
     read: bool
-    """True if a tensor that backward reads is computed from the output: with a compiler, only such calls are
-    repeated."""
+    """True if backward with a compiler repeats the call: a tensor that backward reads comes from its output."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +149,6 @@ class SavedCalls:
     """Calls of a block whose outputs are saved, within a budget."""
 
     traced: tuple[TracedCall, ...]
-    """Calls that may be saved, in order of execution."""
     automatic: AutomaticSave
     """Share of blocks that save one call more than the others."""
     budget: float
@@ -246,10 +217,14 @@ class SavedCalls:
         return (sum(call.flops for call in self.ranked) - saved) / max(1, sum(call.flops for call in self.traced))
 
     def __str__(self) -> str:
-        saved = ", ".join(f"{name} {size / 2**20:,.4g} MiB" for name, size in _by_module(self.always + self.matmuls))
+        sizes: Counter[str] = Counter()
+        for call in self.always + self.matmuls:
+            sizes[call.module] += call.bytes
+        saved = ", ".join(f"{name} {size / 2**20:,.4g} MiB" for name, size in sizes.items())
         if self.more is not None:
+            every = {2: "second", 3: "third"}.get(self.automatic.every, f"{self.automatic.every}th")
             more = f"{self.more.module} {self.more.bytes / 2**20:,.4g} MiB"
-            saved += f"{', and ' if saved else ''}in every {_ordinal(self.automatic.every)} block also {more}"
+            saved += f"{', and ' if saved else ''}in every {every} block also {more}"
         return (
             f"selective activation checkpointing saves {self.bytes / 2**20:,.4g} MiB per block besides its input "
             f"({saved or 'nothing'}) and recomputes {self.recomputed:.0%} of its matmul FLOPs"
@@ -257,17 +232,14 @@ class SavedCalls:
 
 
 def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[TracedCall, ...]:
-    """Trace a block's forward pass on fake tensors and leave no trace of it in the module.
-
-    Raises:
-        UserError: an operator of the block cannot be traced.
-    """
+    """Trace a block's forward pass on fake tensors, unseen by the module. Raises UserError if it cannot be traced."""
     for module in block.modules():
         # Nested FSDP units (training.fp32_modules) are gathered once per step, here a little earlier.
         if module is not block and isinstance(module, FSDPModule):
             module.unshard()
     example = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    mode = example.fake_mode if isinstance(example, FakeTensor) else _fake_mode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    mode = example.fake_mode if isinstance(example, FakeTensor) else mode
     recorder = _Recorder()
     # Dispatch modes of a caller, such as the planner's, do not see this trace.
     with _disable_current_modes(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
@@ -290,27 +262,15 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
                 warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
                 type(block).forward(copy, *args, **kwargs)
         except RuntimeError as error:
-            raise UserError(
-                "This run cannot choose what it recomputes.",
-                [
-                    Violation(
-                        "activation_checkpoint.save",
-                        "[auto]",
-                        f"to choose from its operators we trace {type(block).__name__} without data, and that failed: "
-                        f"{str(error).splitlines()[0]}",
-                        "list operators yourself, as in activation_checkpoint.save='[aten.mm/2]', or use "
-                        "activation_checkpoint=full",
-                    )
-                ],
-            ) from error
+            reason = f"to choose from its operators we trace {type(block).__name__} without data, and that failed: "
+            reason += str(error).splitlines()[0]
+            remedy = "list operators yourself, as in activation_checkpoint.save='[aten.mm/2]', or use "
+            violation = Violation("activation_checkpoint.save", "[auto]", reason, f"{remedy}activation_checkpoint=full")
+            raise UserError("This run cannot choose what it recomputes.", [violation]) from error
         finally:
             # The graph holds the recorder's hook. That is a cycle, and no garbage is collected during a step.
             recorder.tensors.clear()
     return recorder.calls()
-
-
-def _fake_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 class _Recorder(TorchDispatchMode):
@@ -333,8 +293,7 @@ class _Recorder(TorchDispatchMode):
         """Index of the call that made a storage, and of calls whose outputs are written to later."""
 
     def pack(self, tensor: Tensor) -> None:
-        """Hook on a tensor that autograd saves. There is no backward pass, and a saved output would hold its own
-        graph."""
+        """Hook on a tensor that autograd saves. Returns nothing: a saved output would hold its own graph."""
         self._reached = len(self._calls)
         self._read |= self._sources_of(tensor)
 
@@ -351,13 +310,21 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name, sources = str(func), self._sources_of((args, kwargs))
         self._changed |= {self._made[storage] for storage in _written(func, args) if storage in self._made}
-        always = is_attention(name) or "topk" in name or name.startswith(ROUTING) or _reduces(name, args, out)
+        # Collectives whose result is no larger than their input; an all-gather is not, so backward repeats it.
+        is_collective = name.startswith("_c10d_functional.") or "all_to_all" in name
+        reduces = is_collective and "wait_tensor" not in name and _bytes(out) <= _bytes(args)
+        always = is_attention(name) or "topk" in name or name.startswith(ROUTING) or reduces
         flops = 0 if always else matmul_flops(func, args, kwargs or {}, out) or 0
         if always or flops:
             call = (name, self._counts[name])
             sources = frozenset() if always else sources | {len(self._calls)}
             self._made |= dict.fromkeys(_storages(out), len(self._calls))
-            self._calls.append(TracedCall(call, self._module(name), _bytes(out), flops, always, True, True))
+            # The innermost module with parameters of its own, else the innermost module, else the operator.
+            paths = [path for path, has_parameters in self.modules if has_parameters] or [
+                path for path, _ in self.modules
+            ]
+            module = paths[-1] if paths else name
+            self._calls.append(TracedCall(call, module, _bytes(out), flops, always, True, True))
         self._counts[name] += 1
         self.tensors.append(out)
         # An output may be an input that the call has written to, or a view of one.
@@ -367,21 +334,10 @@ class _Recorder(TorchDispatchMode):
     def _sources_of(self, values: Any) -> frozenset[int]:
         return frozenset().union(*(self._sources.get(storage, ()) for storage in _storages(values)))
 
-    def _module(self, name: str) -> str:
-        """Innermost module with parameters of its own, else the innermost module, else the operator."""
-        owner = next((path for path, has_parameters in reversed(self.modules) if has_parameters), None)
-        return owner or (self.modules[-1][0] if self.modules else name)
-
 
 def is_attention(name: str) -> bool:
     """True for an operator that computes attention."""
     return "attention" in name
-
-
-def _reduces(name: str, args: tuple[Any, ...], out: Any) -> bool:
-    """True for collectives whose result is no larger than their input; an all-gather is not, so backward repeats it."""
-    is_collective = name.startswith("_c10d_functional.") or "all_to_all" in name
-    return is_collective and "wait_tensor" not in name and _bytes(out) <= _bytes(args)
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
@@ -437,23 +393,10 @@ def _cast_like_fsdp(copy: nn.Module, module: FSDPModule) -> None:
     policy = module._get_fsdp_state()._mp_policy
 
     def cast(values: Any, dtype: torch.dtype | None) -> Any:
-        return tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) and dtype else leaf, values)
+        if dtype is None:
+            return values
+        return tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, values)
 
     if policy.cast_forward_inputs:
         copy._forward_pre_hooks[-2] = lambda _, args: cast(args, policy.param_dtype)
     copy._forward_hooks[-2] = lambda _, args, out: cast(out, policy.output_dtype)
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _by_module(calls: Iterable[TracedCall]) -> list[tuple[str, int]]:
-    sizes: Counter[str] = Counter()
-    for call in calls:
-        sizes[call.module] += call.bytes
-    return list(sizes.items())
-
-
-def _ordinal(number: int) -> str:
-    return {2: "second", 3: "third"}.get(number, f"{number}th")

@@ -23,14 +23,10 @@ class StepObserver:
         """Called after a pipeline action; `result` is its output or the gradient of its input."""
 
     def weight_gradients_begin(self, weights: Sequence[str]) -> None:
-        """Called before the gradients of these weights, by name in the stage, in the second part of a split backward
-        pass."""
+        """Called before gradients of these weights of the stage, in the second part of a split backward pass."""
 
     def gradient_group_begin(self) -> None:
-        """Called after a part of a split backward pass, before an FSDP group's gradients are added to their sum.
-
-        The groups are those of `group_reduction_begin`.
-        """
+        """Called after a part of a split backward pass, before gradients of a group join their sum, as they reduce."""
 
     def stage_reduction_begin(self, stage: int) -> None:
         """Called before the gradients of a pipeline stage are reduced."""

@@ -7,10 +7,7 @@ BUFFERS = 4
 
 
 def worst_case(tokens: int, choices: int, local_experts: int, ranks: int) -> int:
-    """Rows that a rank receives if every token of every rank chooses as many of its experts as it can.
-
-    The operator leaves one row free for each expert that gets no token.
-    """
+    """Rows that a rank receives if all tokens choose its experts, plus one free row for each expert without any."""
     return ranks * tokens * min(choices, local_experts) + local_experts
 
 

@@ -1,76 +1,20 @@
-"""Commit: how the worlds of a run agree on a step, and the objects of the trainer that they and restoring see."""
+"""Commit: how the worlds of a run agree on a step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import MicroBatch
-from titan_exp.data.train_loader import TrainLoader
-from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.forward_backward import Model
-from titan_exp.trainer.metrics import Numbers, Report, Row, StepResult
-from titan_exp.trainer.part import Parts
-from titan_exp.trainer.train_state import TrainState
+from titan_exp.trainer.metrics import Numbers, Row, StepResult
 from titan_exp.trainer.train_step import sync_step_flags
 
-
-class Training(Protocol):
-    """One rank of a training run; `Trainer` implements it."""
-
-    experiment: Experiment
-    """Configuration."""
-    folder: RunFolder
-    """Run folder."""
-    layout: ResolvedLayout
-    """Layout."""
-    state: TrainState
-    """Train state that a step works on."""
-    mesh: Mesh
-    """Device mesh of the state."""
-    model: Model
-    """Model of the state."""
-    optimizer: torch.optim.Optimizer
-    """Optimizer of the state."""
-    parts: Parts
-    """Parts of training."""
-    loader: TrainLoader
-    """Loader of micro-batches."""
-    checkpointer: Checkpointer
-    """Checkpoints of the run."""
-    report: Report
-    """Training report; exists once the state is restored."""
-    step: int
-    """Number of steps trained."""
-    tokens: int
-    """Number of predicted tokens in these steps."""
-    ended: str | None
-    """Reason why a part has ended training; None if none has."""
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last step."""
-        ...
-
-    @property
-    def is_over(self) -> bool:
-        """True after the last step."""
-        ...
-
-    def seed(self) -> None:
-        """Seed the generators for the next step."""
-        ...
-
-    def progress(self) -> dict[str, Any]:
-        """State other than tensors and data, as JSON."""
-        ...
+if TYPE_CHECKING:
+    from titan_exp.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -78,9 +22,7 @@ class Flags:
     """Decisions at the end of a step that all ranks follow."""
 
     stop: bool = False
-    """True if training stops after this step."""
     save: bool = False
-    """True if a checkpoint is due after this step."""
 
     def __or__(self, other: "Flags") -> "Flags":
         return Flags(self.stop or other.stop, self.save or other.save)
@@ -102,7 +44,7 @@ class Commit:
     states: Mapping[str, Tensor] = {}
     """States of other worlds, by their keys in the next checkpoint."""
 
-    def __init__(self, trainer: Training) -> None:
+    def __init__(self, trainer: "Trainer") -> None:
         self._trainer, self._flags, self._result = trainer, Flags(), StepResult({}, torch.zeros(()), 0)
 
     def takes_over(self) -> bool:
@@ -113,39 +55,30 @@ class Commit:
         """Called once the initial state is loaded."""
 
     def meet(self) -> Flags | None:
-        """Wait for the other worlds before a step. Returns flags if the worlds must first agree on the present step,
-        which the caller then logs and saves; else None."""
+        """Wait for the other worlds before a step. Returns flags if the present step must first be logged and saved."""
         return None
 
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
     ) -> tuple[Sequence[MicroBatch], tuple[int, ...]]:
-        """Return this world's share of a step's micro-batches, and the token counts that `train_step` divides its loss
-        by. `flags` are this rank's."""
-        trainer = self._trainer
-        tokens, stop, save = sync_step_flags(
-            trainer.model.objective, batches, trainer.mesh, stop=flags.stop, save=flags.save
-        )
+        """Return this world's share of a step, and token counts to divide its loss by; `flags` are this rank's."""
+        objective, mesh = self._trainer.model.objective, self._trainer.mesh
+        tokens, stop, save = sync_step_flags(objective, batches, mesh, stop=flags.stop, save=flags.save)
         self._flags = Flags(stop, save)
         return batches, tokens
 
     def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients over the worlds in place; return the summed metrics.
-
-        Raises:
-            StepRefused: the worlds repeat the step; weights and optimizer are as before it.
-        """
+        """Sum gradients over the worlds in place; return the summed metrics. Raises StepRefused if the worlds repeat
+        the step; weights and optimizer are as before it."""
         return metrics
 
     def settle(self, result: StepResult, *, logs: bool) -> Flags | None:
-        """Called after a step. Returns flags if the worlds agree on the weights, None if they train on alone. `logs` is
-        True if the row of this step is due."""
+        """Called after a step, with `logs` if its row is due. Returns flags, or None if the worlds train on alone."""
         self._result = result
         return self._flags
 
     def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
-        """Return rows of the agreed steps that are not logged yet; the last one also gets `numbers`. `due` is True if
-        the present step has a row."""
+        """Return unlogged rows of agreed steps, the last with `numbers`; `due` says that this step has a row."""
         if not due:
             return []
         trainer = self._trainer

@@ -41,28 +41,21 @@ class NetworkBroken(RuntimeError):
 
 @contextmanager
 def joined(config: ClusterConfig) -> Iterator[torch.device]:
-    """Yield this process's device and join the default process group in the `with` block.
-
-    Raises:
-        UserError: CUDA is requested and this machine has none, or torch cannot use the GPU that `auto` found.
-    """
+    """Yield this process's device and join the default process group in the `with` block. Raises UserError if CUDA is
+    requested and this machine has none, or torch cannot use the GPU that `auto` found."""
     device = _device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
-    with joined_process_group(device, timeout=_timeout(config)):
+    # Longer than the watchdog's, so that the watchdog ends a hanging run and shows each rank's stack.
+    limit = timedelta(minutes=4 * (config.hang_kill_minutes or 0))
+    with joined_process_group(device, timeout=max(TIMEOUT, limit)):
         yield device
 
 
 @contextmanager
 def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> Iterator[None]:
     """Join the default process group in the `with` block, with `timeout` for its collectives. After an error, a rank
-    with peers stays in the group, and its process must end.
-
-    Reads `RANK` and `WORLD_SIZE` (default: a single process), and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on
-    one machine, else `MASTER_ADDR` and `MASTER_PORT`.
-
-    Raises:
-        RanksMissing: not all ranks joined within `JOIN_LIMIT`.
-        NetworkBroken: NCCL cannot connect their devices.
-    """
+    with peers stays in the group, and its process must end. Reads `RANK` and `WORLD_SIZE` (default: a single process),
+    and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on one machine, else `MASTER_ADDR` and `MASTER_PORT`. Raises
+    RanksMissing if not all ranks joined within `JOIN_LIMIT`, NetworkBroken if NCCL cannot connect their devices."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     file = os.environ.get("TITAN_EXP_RENDEZVOUS")
     # Gloo beside NCCL: flags and counts go over the CPU and never wait for the device.
@@ -83,15 +76,10 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
 
 def check_network(device: torch.device, backend: str) -> None:
     """Connect all ranks eagerly by a communicator bound to their devices, all-reduce a number, and free the
-    communicator.
-
-    The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis of both
-    meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the other.
-
-    Raises:
-        NetworkBroken: connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    communicator. The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis
+    of both meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the
+    other. Raises NetworkBroken if connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`."""
+    rank, world, cause = dist.get_rank(), dist.get_world_size(), None
     try:
         bound = device if device.type != "cpu" else None
         group: Any = dist.new_group(backend=backend, timeout=NETWORK_LIMIT, group_desc="network check", device_id=bound)
@@ -101,26 +89,16 @@ def check_network(device: torch.device, backend: str) -> None:
         work.wait(NETWORK_LIMIT)
         total = int(count)
         dist.destroy_process_group(group)
+        reason = "" if total == world else f"the ranks add up to {total}"
     except RuntimeError as error:  # torch's errors of a backend are subclasses
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise NetworkBroken(_broken(rank, world, device, backend, "; ".join(lines[:1] + lines[-1:]))) from error
-    if total != world:
-        raise NetworkBroken(_broken(rank, world, device, backend, f"the ranks add up to {total}"))
-
-
-def _broken(rank: int, world: int, device: torch.device, backend: str, reason: str) -> str:
-    return (
-        f"rank {rank}: {backend.upper()} cannot connect {world} ranks, this one on {device} of {platform.node()} "
-        f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries. Choose others "
-        "with NCCL_SOCKET_IFNAME and NCCL_IB_HCA, and measure the links of one machine with titan-exp doctor"
-    )
-
-
-def _timeout(config: ClusterConfig) -> timedelta:
-    """Timeout of collectives, longer than the watchdog's, so that the watchdog ends a hanging run and shows each rank's
-    stack."""
-    minutes = config.hang_kill_minutes
-    return TIMEOUT if minutes is None else max(TIMEOUT, timedelta(minutes=4 * minutes))
+        lines, cause = [line.strip() for line in str(error).splitlines() if line.strip()], error
+        reason = "; ".join(lines[:1] + lines[-1:])
+    if reason:
+        raise NetworkBroken(
+            f"rank {rank}: {backend.upper()} cannot connect {world} ranks, this one on {device} of {platform.node()} "
+            f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries. Choose "
+            "others with NCCL_SOCKET_IFNAME and NCCL_IB_HCA, and measure the links of one machine with titan-exp doctor"
+        ) from cause
 
 
 def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
@@ -154,27 +132,20 @@ def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
 
 
 def require_usable_cuda() -> None:
-    """Check that a machine where torch finds no CUDA device really has neither a GPU nor a driver.
-
-    Raises:
-        UserError: it has one, and `cluster.device=auto` would fall back to the CPU.
-    """
+    """Raise UserError if this machine has a GPU or a driver, and `cluster.device=auto` would fall back to the CPU."""
     found = devices.cuda_facts().found
     if found is None:
         return
-    reason, remedy = devices.unusable_cuda() or (
-        f"this machine has {found}, but torch {torch.__version__} cannot use it: {_init_error()}",
-        f"look at what nvidia-smi and dmesg say, or {devices.ON_PURPOSE}",
-    )
+    if (refused := devices.unusable_cuda()) is None:
+        said = "torch.cuda.is_available() is false"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).partition("\n")[0]
+        reason = f"this machine has {found}, but torch {torch.__version__} cannot use it: {said}"
+        refused = reason, f"look at what nvidia-smi and dmesg say, or {devices.ON_PURPOSE}"
+    reason, remedy = refused
     raise UserError(f"cluster.device=auto: {reason}\n  {remedy}")
-
-
-def _init_error() -> str:
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0]
-    return "torch.cuda.is_available() is false"
 
 
 def _device(requested: str, local_rank: int) -> torch.device:
@@ -196,8 +167,7 @@ REQUEST, RESPONSE = "request.json", "response.json"
 """Files in the scratch run folder, beside the experiment that defines the ranks' layout."""
 
 RunOnRanks = Callable[[str, Experiment, Any], Any]
-"""Calls `serve` with a rank function, given by import path, and a JSON request on the ranks of an experiment's layout;
-returns rank 0's response."""
+"""Runs a rank function, given by import path, on an experiment's ranks; returns rank 0's JSON response."""
 
 
 def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) -> None:
@@ -212,11 +182,9 @@ def serve(run: Run, function: Callable[[Experiment, Any, torch.device], Any]) ->
 
 
 def seed_step(seed: int, step: int, mesh: Mesh) -> None:
-    """Seed the default generators of the CPU and the device for a step.
-
-    Data ranks and pipeline stages draw numbers of their own. Tensor- and context-parallel ranks draw the same ones: a
-    dropout of the residual stream, or the choice to skip a block, must be that of the ranks beside them.
-    """
+    """Seed the default generators of the CPU and the device for a step. Data ranks and pipeline stages draw numbers of
+    their own. Tensor- and context-parallel ranks draw the same ones: a dropout of the residual stream, or the choice to
+    skip a block, must be that of the ranks beside them."""
     stage, device = mesh.pp_rank, mesh.device
     share = f"{mesh.dp_rank}/{stage}" if stage else f"{mesh.dp_rank}"
     digest = hashlib.sha256(f"{seed}/step/{step}/{share}".encode()).digest()

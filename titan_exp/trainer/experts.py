@@ -15,11 +15,8 @@ from titan_exp.trainer.objective import Reduction
 
 
 class ExpertLoad:
-    """Reduces the token counts of all layers in one message, and hands each router its own.
-
-    `model` is the whole model, so that all ranks know all layers; `parts` are the modules of this rank. `sequences` is
-    the number of sequences in the first global batch.
-    """
+    """Reduces the token counts of all layers in one message, and hands each router its own. `model` is whole; `parts`
+    are this rank's; `sequences` are those of the first batch."""
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], sequences: int, mesh: Mesh) -> None:
         self._sizes = {name: module.moe.experts for name, module in routers_of(model)}
@@ -28,13 +25,9 @@ class ExpertLoad:
         self.counts: dict[str, Tensor] = {}
         """Tokens per expert of the last global batch, int64 [experts], by the router's full name; on every rank."""
         self.losses: dict[str, Tensor] = {}
-        """This rank's share of each layer's balance loss and z-loss in the last step, fp32 [2], by the router's
-        name."""
-        groups = [
-            mesh.world.get_group(axis).group_name
-            for axis in ("cp_across", "cp_within", "tp")
-            if mesh.world[axis].size() > 1
-        ]
+        """This rank's share of each router's balance loss and z-loss in the last step, fp32 [2], by name."""
+        axes = [axis for axis in ("cp_across", "cp_within", "tp") if mesh.world[axis].size() > 1]
+        groups = [mesh.world.get_group(axis).group_name for axis in axes]
         ranks = mesh.sequence_shard.degree * mesh.world["tp"].size()
         self._sequences = torch.tensor(float(sequences), device=mesh.device)
         for router in self._routers.values():
@@ -103,9 +96,7 @@ LOAD = "load of experts/"
 
 class ExpertMetrics:
     """Expert metrics of the last step: each rank's tensors for the single message, and the row computed from them.
-
-    `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank.
-    """
+    `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank."""
 
     def __init__(self, load: ExpertLoad | None, model: nn.Module, parts: Sequence[nn.Module]) -> None:
         self._load = load
@@ -141,12 +132,9 @@ class ExpertMetrics:
         """Tokens per expert of the last global batch, by layer. Waits for the device."""
         if self._load is None or not self._load.counts:
             return {}
-        sizes = [len(counts) for counts in self._load.counts.values()]
-        flat = torch.cat([*self._load.counts.values()]).cpu()
-        return {
-            self._layers[name]: counts.tolist()
-            for name, counts in zip(self._load.counts, flat.split(sizes), strict=True)
-        }
+        found = self._load.counts
+        flat = torch.cat([*found.values()]).cpu().split([len(counts) for counts in found.values()])
+        return {self._layers[name]: counts.tolist() for name, counts in zip(found, flat, strict=True)}
 
     def row(self, counts: Mapping[str, Sequence[int]], reduced: Mapping[str, float]) -> dict[str, Value]:
         """All metrics by logged name, totals first, from the counts and the reduced shares."""
@@ -160,12 +148,10 @@ class ExpertMetrics:
             for metric, total in TOTALS.items()
             if (values := [found[metric] for found in layers.values() if metric in found])
         }
-        return {
-            **{f"experts/{metric}": value for metric, value in totals.items()},
-            **{
-                f"experts/{layer}/{metric}": value for layer, found in layers.items() for metric, value in found.items()
-            },
-        }
+        row = {f"experts/{metric}": value for metric, value in totals.items()}
+        for layer, found in layers.items():
+            row |= {f"experts/{layer}/{metric}": value for metric, value in found.items()}
+        return row
 
 
 def is_of_experts(name: str) -> bool:
@@ -189,8 +175,7 @@ def counts_of(values: Mapping[str, float]) -> dict[str, list[int]]:
 
 def layer_label(router: str) -> str:
     """Short label of a router's layer: `layer_3` for a block of the skeleton, else the path without its last parts."""
-    match = re.match(r"blocks\.(\d+)\.", router)
-    if match:
+    if match := re.match(r"blocks\.(\d+)\.", router):
         return f"layer_{match[1]}"
     return router.removesuffix(".router").removesuffix(".feed_forward").replace(".", "_")
 

@@ -1,11 +1,12 @@
 """Forward and backward passes of a global batch, for a model without a pipeline, and their capture as CUDA graphs."""
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -27,62 +28,52 @@ from titan_exp.trainer.objective import MetricSums, Objective, loss_divisors, no
 
 
 def shard_batch(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
-    """Move a CPU batch of whole rows to the device and take this rank's tokens.
-
-    Positions are explicit under context or pipeline parallelism: a token's index in the shard is not its position.
-    """
+    """Move a CPU batch of whole rows to the device and take this rank's tokens. Positions are explicit under context or
+    pipeline parallelism: a token's index in the shard is not its position."""
     whole = batch.to(mesh.device)
     if mesh.sequence_shard.degree == 1 and mesh.pp_group is None:
         return whole
     return whole.sharded(mesh.sequence_shard)
 
 
-@runtime_checkable
-class Model(Protocol):
-    """A parallel model with its objective, as `train_step` and evaluation use it."""
+class Model(ABC):
+    """A parallel model with its objective, as `train_step` and evaluation use it. `weights` are copies of parameters in
+    the compute dtype; `parts` are this rank's modules, one per pipeline stage, with full names."""
 
-    objective: Objective
-    """Computes the loss of a micro-batch."""
-    weights: ComputeWeights
-    """Copies of the parameters in the compute dtype; refresh them after every change of the parameters."""
-    load: ExpertLoad | None
+    eval_microbatches = 1
+    """Micro-batches per call of `loss_sum` for the fastest evaluation."""
+    load: ExpertLoad | None = None
     """Tokens per expert; update it after every optimizer step."""
 
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """Modules on this rank, one per pipeline stage; parameters keep their names in the whole model."""
-        ...
+    def __init__(
+        self, parts: Sequence[nn.Module], objective: Objective, mesh: Mesh, weights: ComputeWeights | None = None
+    ) -> None:
+        self.parts, self.objective, self.weights = parts, objective, weights or ComputeWeights()
+        self._mesh = mesh
+        self._parameters = [parameter for part in parts for parameter in part.parameters()]
+        self._unique_parameters = self._parameters
 
-    @property
-    def eval_microbatches(self) -> int:
-        """Micro-batches per call of `loss_sum` for the fastest evaluation."""
-        ...
-
+    @abstractmethod
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Compute the gradients of a global batch from this rank's CPU micro-batches.
+        """Compute the gradients of a global batch from this rank's CPU micro-batches. `tokens` are as of
+        `token_counts`. Returns this rank's share of the loss and of the objective's metrics."""
 
-        `tokens` are the predicted tokens of the global batch, then those of each further prediction (`token_counts`).
-
-        Returns this rank's share of the loss and of the objective's metrics.
-        """
-        ...
-
+    @abstractmethod
     def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
         """This rank's share of the summed loss of any number of micro-batches, fp64, without gradients."""
-        ...
 
+    @abstractmethod
     def outputs(self, batch: MicroBatch) -> Tensor:
         """Outputs [rows, tokens, ...] of whole rows in fp32 on every rank, without gradients; all ranks must call it
         with the same batch, whose tensors have a row for each sequence."""
-        ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters on this rank: the master copies of the compute weights."""
-        ...
+        return iter(self._parameters)
 
     def unique_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters on this rank, without copies of weights tied to another stage."""
-        ...
+        return iter(self._unique_parameters)
 
 
 @contextmanager
@@ -104,24 +95,23 @@ def whole_outputs(
     """Outputs of a model, or of its last pipeline stage from `hidden` states, for whole sequences in fp32; `mesh` is
     None on one device. All ranks that share the sequences must call it."""
     if mesh is None:
-        inputs = batch.inputs(hidden)
-        return module(*inputs.positional, **inputs.named).float()
-    inputs = shard_batch(batch, mesh).inputs(hidden)
-    return gather_sequence(module(*inputs.positional, **inputs.named).float(), mesh)
+        return _call(module, batch, hidden).float()
+    return gather_sequence(_call(module, shard_batch(batch, mesh), hidden).float(), mesh)
 
 
-class EagerModel:
+def _call(module: nn.Module, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    inputs = batch.inputs(hidden)
+    return module(*inputs.positional, **inputs.named)
+
+
+class EagerModel(Model):
     """A model without a pipeline: every rank computes all layers."""
-
-    eval_microbatches = 1
-    load: ExpertLoad | None = None
 
     def __init__(
         self, module: nn.Module, objective: Objective, mesh: Mesh, weights: ComputeWeights | None = None
     ) -> None:
-        self.parts, self.objective, self.weights = [module], objective, weights or ComputeWeights()
-        self._module, self._mesh = module, mesh
-        self._parameters = list(module.parameters())
+        super().__init__([module], objective, mesh, weights)
+        self._module = module
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
         """Run micro-batches in order; the last backward pass reduces gradients over ranks."""
@@ -139,7 +129,6 @@ class EagerModel:
         return sums.values
 
     def loss_sum(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Run micro-batches forward in order."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         with self.weights.in_use():
             for batch in batches:
@@ -148,27 +137,17 @@ class EagerModel:
 
     @torch.no_grad()
     def outputs(self, batch: MicroBatch) -> Tensor:
-        """Run one micro-batch of any number of rows."""
         with self.weights.in_use():
             return whole_outputs(self._module, batch, self._mesh)
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters."""
-        return iter(self._parameters)
 
-    unique_parameters = parameters
-
-
-class PipelineModel:
+class PipelineModel(Model):
     """Pipeline stages behind the `Model` interface. Losses and metrics are 0 on ranks without the last stage."""
 
-    load: ExpertLoad | None = None
-
     def __init__(self, pipeline: Pipeline, objective: Objective, mesh: Mesh, weights: ComputeWeights) -> None:
-        self.parts, self.objective, self.weights = [stage.module for stage in pipeline.stages], objective, weights
+        super().__init__([stage.module for stage in pipeline.stages], objective, mesh, weights)
         self.eval_microbatches = pipeline.microbatches
-        self._pipeline, self._mesh, self._rows = pipeline, mesh, pipeline.transport.rows
-        self._parameters = [parameter for part in self.parts for parameter in part.parameters()]
+        self._pipeline, self._rows = pipeline, pipeline.transport.rows
         self._unique_parameters = [
             parameter
             for stage in pipeline.stages
@@ -184,8 +163,7 @@ class PipelineModel:
         def compute(first: int, stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
             batch = shard_batch(batches[first + microbatch], self._mesh)
             if not stage.last:
-                inputs = batch.inputs(hidden)
-                return stage.module(*inputs.positional, **inputs.named)
+                return _call(stage.module, batch, hidden)
             divisors = loss_divisors(tokens, self._mesh.device)
             loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisors, hidden)
             sums.add(metrics)
@@ -203,8 +181,7 @@ class PipelineModel:
         def compute(stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
             batch = shard_batch(batches[microbatch], self._mesh)
             if not stage.last:
-                inputs = batch.inputs(hidden)
-                return stage.module(*inputs.positional, **inputs.named)
+                return _call(stage.module, batch, hidden)
             loss = self.objective(stage.module, batch, hidden).metrics["loss"]
             total.add_(loss)
             return loss
@@ -227,20 +204,11 @@ class PipelineModel:
             if stage.last:
                 whole.append(whole_outputs(stage.module, part, self._mesh, hidden))
                 return whole[-1]
-            inputs = shard_batch(part, self._mesh).inputs(hidden)
-            return stage.module(*inputs.positional, **inputs.named)
+            return _call(stage.module, shard_batch(part, self._mesh), hidden)
 
         with self.weights.in_use():
             self._pipeline.forward_only(passes, compute)
         return self._pipeline.from_last_stage(torch.cat(whole)[:count] if whole else None)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank's stages."""
-        return iter(self._parameters)
-
-    def unique_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank's stages, without copies of the first stage's tied weights."""
-        return iter(self._unique_parameters)
 
 
 @dataclass(frozen=True)
@@ -248,10 +216,8 @@ class Recording:
     """Work captured by a recorder."""
 
     replay: Callable[[], None]
-    """Run the same kernels on the same addresses. Python code does not run, so Python numbers keep their captured
-    values."""
+    """Run the same kernels on the same addresses; Python numbers keep their captured values."""
     description: str
-    """Kind and memory of the graph, for the log."""
 
 
 class Recorder(Protocol):
@@ -259,7 +225,6 @@ class Recorder(Protocol):
 
     def warmup(self, work: Callable[[], None]) -> None:
         """Run the work once, under the conditions of the capture."""
-        ...
 
     def record(self, work: Callable[[], None]) -> Recording:
         """Capture the work and run it once."""
@@ -267,11 +232,8 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures into a CUDA graph with its own memory pool. Not yet run on a GPU.
-
-    Warm-up and capture share one side stream, as torch requires: autograd nodes synchronize with the stream on which
-    they were created.
-    """
+    """Captures into a CUDA graph with its own memory pool. Not yet run on a GPU. Warm-up and capture share one side
+    stream, as torch requires: autograd nodes synchronize with the stream on which they were created."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -285,11 +247,8 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Recording:
-        """Capture, then replay, because capturing executes nothing.
-
-        Raises:
-            RuntimeError: CUDA cannot capture the work; a note names the option to switch off.
-        """
+        """Capture, then replay, because capturing executes nothing. Raises RuntimeError if CUDA cannot capture the
+        work; a note names the option to switch off."""
         # The trainer disables automatic collection; garbage would keep memory out of the graph's pool.
         gc.collect()
         graph = torch.cuda.CUDAGraph()
@@ -301,14 +260,9 @@ class CudaRecorder:
             error.add_note("A CUDA graph was capturing this pass. To train without it, use compile.cuda_graphs=false.")
             raise
         graph.replay()
-        return Recording(graph.replay, f"a CUDA graph with a memory pool of {_pool_bytes(graph) / 2**20:,.1f} MiB")
-
-
-def _pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
-    """Bytes in the graph's own memory pool."""
-    pool = tuple(graph.pool())
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment.get("segment_pool_id", ())) == pool)
+        pool, segments = tuple(graph.pool()), torch.cuda.memory_snapshot()
+        size = sum(each["total_size"] for each in segments if tuple(each.get("segment_pool_id", ())) == pool)
+        return Recording(graph.replay, f"a CUDA graph with a memory pool of {size / 2**20:,.1f} MiB")
 
 
 WARMUP_STEPS = 3
@@ -316,11 +270,8 @@ WARMUP_STEPS = 3
 
 
 class GraphedModel(EagerModel):
-    """A model on one rank whose forward and backward pass is a CUDA graph. Parameters are plain tensors, and compute
-    weights accumulate gradients in `fixed` buffers.
-
-    Evaluation, and micro-batches of another shape than the first, run without the graph.
-    """
+    """A model on one rank whose forward and backward pass is a CUDA graph. Compute weights accumulate gradients in
+    `fixed` buffers. Evaluation and micro-batches of other shapes run eagerly."""
 
     def __init__(
         self, module: nn.Module, objective: Objective, mesh: Mesh, weights: ComputeWeights, recorder: Recorder
@@ -335,14 +286,14 @@ class GraphedModel(EagerModel):
         self._addresses: list[int] = []
 
     def forward_backward(self, batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Mapping[str, Tensor]:
-        """Run micro-batches in order; once a pass has been captured, each is a replay.
-
-        Raises:
-            UserError: the optimizer has moved weights to other addresses.
-        """
+        """Run micro-batches in order, once captured as replays. Raises UserError if weights have moved."""
         with self.weights.training():
             self._restore_gradients()
-            self._require_same_addresses()
+            if self._recording is not None and self._current_addresses() != self._addresses:
+                raise UserError(
+                    "compile.cuda_graphs=true needs weights at fixed addresses, and the optimizer replaced them "
+                    "instead of updating them in place. Use compile.cuda_graphs=false with this optimizer."
+                )
             divisors = loss_divisors(tokens, self._mesh.device)
             self._tokens = self._tokens or divisors
             for own, divisor in zip(self._tokens, divisors, strict=True):
@@ -376,11 +327,8 @@ class GraphedModel(EagerModel):
             self._recording = self._recorder.record(lambda: self._compute(inputs))
             first, *_ = inputs.inputs().positional
             assert first is not None
-            rows, length = first.shape[:2]
-            get_logger().info(
-                "compile.cuda_graphs: captured the pass of %d × %d tokens after %d warm-up passes: %s",
-                *(rows, length, WARMUP_STEPS, self._recording.description),
-            )
+            text = "compile.cuda_graphs: captured the pass of %d × %d tokens after %d warm-up passes: %s"
+            get_logger().info(text, *first.shape[:2], WARMUP_STEPS, self._recording.description)
 
     def _compute(self, inputs: MicroBatch) -> None:
         """Captured work: accumulates gradients and metrics in their buffers."""
@@ -394,13 +342,6 @@ class GraphedModel(EagerModel):
             parameter.grad = gradient
         if self._gradients:
             torch._foreach_zero_([gradient for _, gradient in self._gradients])
-
-    def _require_same_addresses(self) -> None:
-        if self._recording is not None and self._current_addresses() != self._addresses:
-            raise UserError(
-                "compile.cuda_graphs=true needs weights at fixed addresses, and the optimizer replaced them instead of "
-                "updating them in place. Use compile.cuda_graphs=false with this optimizer."
-            )
 
     def _current_addresses(self) -> list[int]:
         tensors = (*self._module.parameters(), *self._module.buffers())

@@ -29,7 +29,6 @@ from titan_exp.trainer.profiling.step_times import ROWS, CompileReport, OwnTimes
 from titan_exp.trainer.train_state import TrainState
 
 Numbers = Mapping[str, float | int | None]
-"""Numbers of a row by name."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Row:
 
 
 MODEL = "model/"
-"""Prefix of module metrics."""
 
 
 class MetricReducer:
@@ -84,7 +82,7 @@ class MetricReducer:
         *,
         experts: ExpertMetrics,
     ) -> None:
-        self._mesh, self._optimizer, self._experts = mesh, optimizer, experts
+        self._mesh, self._optimizer, self.experts = mesh, optimizer, experts
         self._modules = [module for part in parts for module in part.modules() if hasattr(module, "metric_reductions")]
         model_metrics: dict[str, Reduction] = {}
         for module in model.modules():
@@ -127,10 +125,7 @@ class MetricReducer:
             module.reset_metrics()  # type: ignore[operator]  # a method, not a submodule
 
     def reduce(self, metrics: Mapping[str, Tensor], own: Sequence[float]) -> tuple[dict[str, float], list[list[float]]]:
-        """Reduce the metrics of a step; all ranks call it.
-
-        `metrics` are this rank's share, from `StepResult`. The numbers `own` of every rank are returned as rows.
-        """
+        """Reduce this rank's share `metrics` of a step, and gather every rank's `own` numbers; all ranks call it."""
         values = self._on_cpu(metrics)
         sums = [name for name, reduction in self.reductions.items() if reduction != "max"] + [*self._counts.values()]
         maxima = [name for name, reduction in self.reductions.items() if reduction == "max"]
@@ -151,18 +146,16 @@ class MetricReducer:
 
     def _copies(self, name: str) -> int:
         """Number of ranks that contribute the same value to a sum."""
-        if name.startswith("experts/"):
-            return 1
-        if not name.startswith("optimizer/"):
-            return self._mesh.loss_replicas
-        return self._mesh.world.size() if self.reductions[name] == "mean" else 1
+        if name.startswith("optimizer/"):
+            return self._mesh.world.size() if self.reductions[name] == "mean" else 1
+        return 1 if name.startswith("experts/") else self._mesh.loss_replicas
 
     def _on_cpu(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
         names = self._module_metric_names
         of_modules = {name: value for name, value in metrics.items() if name in names} or self.module_metrics()
         own = {name: value for name, value in metrics.items() if name not in names}
         found = {name if name == "loss" else f"objective/{name}": value for name, value in own.items()} | of_modules
-        for name, value in self._experts.shares().items():
+        for name, value in self.experts.shares().items():
             key = f"experts/{name}"
             names = [key, self._counts[key]] if key in self._counts else [key]
             found |= dict(zip(names, value.reshape(-1), strict=True))
@@ -172,40 +165,26 @@ class MetricReducer:
             if value.numel() != 1:
                 raise UserError(f"{name} is a tensor of {list(value.shape)}, and a metric is one number.")
         # fp64, so that the order of ranks does not change the logged digits.
-        device = self._mesh.device
-        values = torch.stack(
-            [value.detach().to(device, torch.float64).reshape(()) for value in found.values()]
-        ).tolist()
-        return dict(zip(found, values, strict=True))
+        scalars = [value.detach().to(self._mesh.device, torch.float64).reshape(()) for value in found.values()]
+        return dict(zip(found, torch.stack(scalars).tolist(), strict=True))
 
 
 class Report:
     """Training report: reduces metrics over ranks and hands rows to the sinks on rank 0."""
 
     def __init__(
-        self,
-        experiment: Experiment,
-        folder: RunFolder,
-        state: TrainState,
-        *,
-        first_step: int,
-        writes: bool = True,
+        self, experiment: Experiment, folder: RunFolder, state: TrainState, *, first_step: int, writes: bool = True
     ) -> None:
         mesh, flops_per_token = state.mesh, state.built.flops_per_token
         self.folder, self.mesh, self.flops_per_token = folder, mesh, flops_per_token
-        self._experts = ExpertMetrics(state.model.load, state.built.module, state.model.parts)
+        self.experts = ExpertMetrics(state.model.load, state.built.module, state.model.parts)
+        model = state.model
         self.reducer = MetricReducer(
-            state.model.objective,
-            state.built.module,
-            state.model.parts,
-            state.optimizer,
-            mesh,
-            experts=self._experts,
+            model.objective, state.built.module, model.parts, state.optimizer, mesh, experts=self.experts
         )
         self.writes = writes
         """True if this world writes rows and heartbeats."""
         self.last_step = first_step
-        """The last finished step."""
         self.leader = dist.get_rank() == 0
         """True on the first rank of a world, which knows the whole row."""
         self.last_rows: list[dict[str, Any]] = []
@@ -268,11 +247,10 @@ class Report:
         if not self.leader:
             return
         self.sinks = build_sinks(self._experiment, self.folder.path, self.folder.path.name, self.attempt)
-        if self._experts:
-            steps, every = self._experiment.training.last_step, self._experiment.tracking.log_every
-            self._load_log = metrics_jsonl.ExpertLoadLog(
-                self.folder.expert_load, self.attempt, steps=steps, log_every=every
-            )
+        if self.experts:
+            path, steps = self.folder.expert_load, self._experiment.training.last_step
+            every = self._experiment.tracking.log_every
+            self._load_log = metrics_jsonl.ExpertLoadLog(path, self.attempt, steps=steps, log_every=every)
 
     def write(self, rows: Sequence[Row], numbers: Numbers) -> None:
         """Write rows of committed steps, at least one; the last also gets `numbers`."""
@@ -323,14 +301,13 @@ class Report:
         """Reduce the metrics of a step to its row; all ranks call it."""
         found = self.share(step, tokens, result, lr=lr, also=also)
         if found.row is not None:
-            found.row |= {**self.expert_row(step, found.values, self.expert_counts()), "attempt": self.attempt}
+            found.row |= {**self.expert_row(step, found.values, self.experts.counts()), "attempt": self.attempt}
         return found
 
     def share(
         self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
     ) -> Row:
-        """Reduce the metrics of a step over this world; all ranks call it. Expert metrics are left out: `expert_row`
-        makes them from the values and `expert_counts`."""
+        """Reduce a step's metrics over this world, without those of experts (`expert_row`); all ranks call it."""
         own = dataclasses.astuple(self.times.take())
         reported, rows = self.reducer.reduce(result.metrics, own)
         times = [OwnTimes(*row) for row in rows]
@@ -344,51 +321,32 @@ class Report:
             return Row({**numbers, **others}, None)
         memory = self.memory.read()
         _require_new(also, {**numbers, **others})
-        row = {
-            "step": step,
-            "tokens": tokens,
-            **numbers,
-            "lr": lr,
-            **self.throughput.read(),
-            **memory,
-            **self._step_times(step, times),
-            **also,
-            **others,
-        }
+        row = {"step": step, "tokens": tokens, **numbers, "lr": lr, **self.throughput.read(), **memory}
+        row |= {**self._step_times(step, times), **also, **others}
         self._spare_memory.check(memory["memory_reserved"])
         self.memory.reset()
         return Row({**numbers, **reported}, row)
-
-    def expert_counts(self) -> dict[str, list[int]]:
-        """Tokens per expert of the last step, by layer."""
-        return self._experts.counts()
 
     def expert_row(
         self, step: int, values: Mapping[str, float], counts: Mapping[str, list[int]]
     ) -> dict[str, metrics_jsonl.Value]:
         """Expert metrics from a step's numbers and the tokens of each expert, which go to the record."""
-        if not self._experts:
+        if not self.experts:
             return {}
         self._loads[step] = counts
-        return self._experts.row(counts, values)
+        return self.experts.row(counts, values)
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
         """Seconds of a step over the ranks: with waiting (`step_time`) and without (`own_time`)."""
-        for straggler in self._stragglers.find(times):
-            get_logger().warning(
-                "rank %d is slow, for %d rows up to step %d: %s", straggler.rank, ROWS, step, straggler.reason
-            )
+        for rank, reason in self._stragglers.find(times):
+            get_logger().warning("rank %d is slow, for %d rows up to step %d: %s", rank, ROWS, step, reason)
         row = {}
         for name, values in (("step_time", [rank.step for rank in times]), ("own_time", [rank.own for rank in times])):
             row |= {f"{name}_max": max(values), f"{name}_median": statistics.median(values)}
         return row
 
     def close(self, state: str) -> None:
-        """Close all sinks with the final state of the run.
-
-        Raises:
-            UserError: rows of metrics could not be written, although the run did not fail.
-        """
+        """Close all sinks with the run's final state. Raises UserError if rows of a run that did not fail are lost."""
         if self.leader:
             self._beat(self.last_step, force=True)
         files = [(self.folder.metrics, sink) for sink in self.sinks]

@@ -37,12 +37,10 @@ class Loss(NamedTuple):
 
 
 class Objective(Protocol):
-    """Training objective, such as `LanguageModeling`. It defines the kind of batch that it trains on.
-
-    Optional members: `prepare(batch, seed)` draws the random numbers of a CPU batch of whole rows, keyed by sample;
+    """Training objective, such as `LanguageModeling`. It defines the kind of batch that it trains on. Optional members:
+    `prepare(batch, seed)` draws the random numbers of a CPU batch of whole rows, keyed by sample;
     `prepare_evaluation(batch)` does so for evaluation; `bind(spec)` returns the objective of a model; `has_perplexity`,
-    False if exp(loss) means nothing.
-    """
+    False if exp(loss) means nothing."""
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
@@ -85,11 +83,9 @@ class MetricSums:
 def normalize_by_tokens(
     objective: Objective, module: nn.Module, batch: MicroBatch, tokens: Sequence[Tensor], hidden: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run a micro-batch and return its share of the global mean loss and of each metric.
-
-    Each share is divided by the tokens of the global batch (`loss_divisors`), so that gradients summed over
-    micro-batches and ranks are those of the global mean, however tokens are distributed.
-    """
+    """Run a micro-batch and return its share of the global mean loss and of each metric. Each share is divided by the
+    tokens of the global batch (`loss_divisors`), so that gradients summed over micro-batches and ranks are those of the
+    global mean, however tokens are distributed."""
     found = objective(module, batch, hidden)
     total, metrics = _normalized(objective, found, tokens[0])
     for further, count in zip(found.further, tokens[1:], strict=True):
@@ -110,10 +106,7 @@ def token_counts(objective: Objective, batch: MicroBatch) -> list[int]:
 
 
 def loss_divisors(tokens: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Numbers of tokens, at least 1, as fp32 scalars on the device.
-
-    Division by a Python number multiplies by its rounded reciprocal on CUDA, and a CUDA graph would capture it.
-    """
+    """Numbers of tokens, at least 1, as fp32 scalars on the device: CUDA divides by Python numbers inexactly."""
     return [torch.full((), max(count, 1), dtype=torch.float32, device=device) for count in tokens]
 
 
@@ -150,17 +143,14 @@ class LanguageModeling:
         return objective if compile_backend is None else objective.compiled(compile_backend)
 
     def compiled(self, backend: str) -> Self:
-        """Return the same objective with compiled loss functions.
-
-        Shapes are static, with one graph per chunk length, because a dynamic graph would slow full chunks down.
-        """
+        """Return the same objective with compiled loss functions: a graph per chunk length, as dynamic ones are
+        slow."""
         compile_ = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
         return replace(self, loss_sum=compile_(self.loss_sum), chunk_functions=self.chunk_functions.compiled(compile_))
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """Reduction of the z-loss term, if it has a coefficient: the loss that is differentiated is `loss` plus this
-        term."""
+        """Reduction of the z-loss term, if any: the differentiated loss is `loss` plus this term."""
         return {"z_loss": "mean"} if self.z_loss else {}
 
     def count(self, batch: Batch) -> int:
@@ -175,8 +165,7 @@ class LanguageModeling:
         return self.with_metrics(model(*inputs, loss=partial(self.chunked_loss, batch=batch)))
 
     def chunked_loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSum:
-        """Compute the loss chunk by chunk from the last hidden states [batch, seq, dim] and the head's weight [vocab,
-        dim]."""
+        """Compute the loss by chunks from last hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
         assert self.chunk_tokens is not None, "whole logits are given to `loss`"
         return linear_loss_sum(
             hidden,
@@ -189,8 +178,7 @@ class LanguageModeling:
         )
 
     def loss(self, logits: Tensor, batch: Batch) -> Loss:
-        """Compute the loss from logits [batch, seq, vocab]; under loss parallelism from this rank's vocabulary
-        shard."""
+        """Compute the loss from logits [batch, seq, vocab], or this rank's vocabulary shard of them."""
         return self.with_metrics(self.loss_sum(logits, batch.labels, self.z_loss, self.vocab_shard))
 
     def with_metrics(self, found: LossSum) -> Loss:
@@ -201,17 +189,13 @@ class LanguageModeling:
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-    """Multi-token prediction (MTP): adds the losses of the model's MTP modules to a main objective.
-
-    The objective is main + weight / depth * (sum of the modules' means), every mean over the tokens that its module
-    predicts in the global batch. The logged loss is the main one. Batches without `further`, as in evaluation, do not
-    run the modules.
-    """
+    """Multi-token prediction (MTP): adds the losses of the model's MTP modules to a main objective. The objective is
+    main + weight / depth * (sum of the modules' means), every mean over the tokens that its module predicts in the
+    global batch. The logged loss is the main one. Batches without `further`, as in evaluation, do not run the
+    modules."""
 
     main: LanguageModeling
-    """Objective of the model and of every module."""
     depth: int
-    """Number of modules."""
     weight: float
     """Factor of the modules' mean loss."""
 
@@ -242,10 +226,8 @@ class MultiTokenPrediction:
         else:
             main, *others = map(self.main.with_metrics, model(*inputs, loss=loss, further=further))
         factor = self.weight / self.depth
-        modules = [
-            Loss(factor * module.total, {f"mtp_loss_{number}": module.metrics["loss"]})
-            for number, module in enumerate(others, 1)
-        ]
+        named = {f"mtp_loss_{number}": module for number, module in enumerate(others, 1)}
+        modules = [Loss(factor * module.total, {name: module.metrics["loss"]}) for name, module in named.items()]
         return Loss(main.total, main.metrics, modules)
 
 
@@ -262,27 +244,29 @@ def build_objective(
     With multi-token prediction in the model's `spec`, the objective is also that of its modules.
 
     Your class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, like `LanguageModeling`.
-
-    Raises:
-        UserError: the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks or
-            from a shard of the vocabulary, or the class cannot compute the loss of further predictions.
+    Raises UserError if the import path cannot be imported, a subclass with its own `loss` cannot compute it in chunks
+    or from a shard of the vocabulary, or the class cannot compute the loss of further predictions.
     """
     name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
     kind: Any = LanguageModeling
     if name != LANGUAGE_MODELING:
         kind = _own_class(training) if is_dotted(name) else load(provided("objectives")[name])
+    is_language = issubclass(kind, LanguageModeling)
+    own_loss = is_language and kind.loss is not LanguageModeling.loss
+    own_call = is_language and kind.__call__ is not LanguageModeling.__call__
+    takes_whole_logits = own_loss and not own_call
     if training.loss_chunk_tokens == "auto":
-        training = replace(training, loss_chunk_tokens=None if _overrides_loss(kind) else automatic_chunk)
+        training = replace(training, loss_chunk_tokens=None if takes_whole_logits else automatic_chunk)
     options = revealed(training.objective_options, "training.objective_options")
-    objective = kind.build(training, vocab_shard, compile_backend=backend, **options)
+    objective: Any = kind.build(training, vocab_shard, compile_backend=backend, **options)
     if spec is not None and hasattr(objective, "bind"):
         objective = objective.bind(spec)
-    if training.loss_chunk_tokens is not None and _overrides_loss(kind):
+    if training.loss_chunk_tokens is not None and takes_whole_logits:
         raise UserError(
             f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "
             "logits. Use training.loss_chunk_tokens=null, or override `__call__` as well."
         )
-    if vocab_shard is not None and _needs_whole_logits(kind):
+    if vocab_shard is not None and (own_loss or own_call) and not kind.takes_vocab_shard:
         raise UserError(
             f"parallelism.loss_parallel=true: {name} has its own loss, which would take this rank's shard of the "
             "vocabulary for all of it. Use parallelism.loss_parallel=false, or set `takes_vocab_shard = True` in the "
@@ -290,7 +274,7 @@ def build_objective(
         )
     if spec is None or not spec.mtp_layers:
         return objective
-    if not isinstance(objective, LanguageModeling) or kind.__call__ is not LanguageModeling.__call__:
+    if not isinstance(objective, LanguageModeling) or own_call:
         raise UserError(
             f"{MTP_DEPTH}={len(spec.mtp_layers)}: {name} has its own `__call__`, which computes no loss of further "
             f"predictions. Use {MTP_DEPTH}=0, or extend LanguageModeling and override `loss` alone."
@@ -308,14 +292,3 @@ def _own_class(training: TrainingConfig) -> Any:
     if violations:
         raise UserError("This run cannot start.", violations)
     return kind
-
-
-def _overrides_loss(kind: type) -> bool:
-    base = LanguageModeling
-    return issubclass(kind, base) and kind.loss is not base.loss and kind.__call__ is base.__call__
-
-
-def _needs_whole_logits(kind: type) -> bool:
-    base = LanguageModeling
-    own = issubclass(kind, base) and (kind.loss is not base.loss or kind.__call__ is not base.__call__)
-    return own and not kind.takes_vocab_shard

@@ -58,9 +58,7 @@ class Run:
     """Objects of its run that a part may read."""
 
     experiment: Experiment
-    """Configuration."""
     folder: RunFolder
-    """Run folder."""
     state: TrainState
     """Mesh, model, objective and optimizer of this rank."""
     report: Report
@@ -80,7 +78,6 @@ class Update:
     grad_norm: Tensor
     """Global gradient norm before clipping; reading it waits for the device."""
     lr: float
-    """Learning rate of the step."""
 
 
 @dataclass
@@ -100,9 +97,7 @@ class Step:
     numbers: Numbers = field(default_factory=dict)
     """Numbers of parts in the newest row, from phase DECIDE on."""
     stop_reason: str | None = field(default=None, init=False)
-    """Reason given to `stop`."""
     wants_checkpoint: bool = field(default=False, init=False)
-    """True after `checkpoint`."""
 
     @property
     def values(self) -> Mapping[str, float]:
@@ -111,8 +106,7 @@ class Step:
         return {**self.rows[-1].values, **own} if self.rows else {}
 
     def stop(self, reason: str) -> None:
-        """End training after this step: the run saves its state and can continue. The request of one rank is enough.
-        Only in phase DECIDE."""
+        """End training after this step, saved. The request of one rank is enough. Only in phase DECIDE."""
         self.stop_reason = self.stop_reason or reason
 
     def checkpoint(self) -> None:
@@ -171,23 +165,20 @@ class Part:
         """Called before a step."""
 
     def on_batches(self, step: int, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches to train on instead of those read on this rank's host: as many, of the same
-        shapes."""
+        """Return micro-batches to train on instead of those that this rank has read: as many, of the same shapes."""
         return batches
 
     def on_gradients(self, update: Update) -> None:
         """Called before the optimizer's step, with gradients clipped."""
 
     def on_update(self, update: Update) -> None:
-        """Called after the optimizer's step, while gradients still exist; in phase ACT before the compute weights
-        follow."""
+        """Called after the optimizer's step, with gradients; in phase ACT before the compute weights follow."""
 
     def refused(self, step: int) -> None:
         """Called when the worlds of a run will repeat a step."""
 
     def after(self, step: Step) -> Numbers | None:
-        """Called after a step, in the part's phase. Its numbers join the row of this step, or the next row if none is
-        logged."""
+        """Called after a step, in the part's phase. Its numbers join the row of this step, or the next row."""
         return None
 
     def finish(self, step: Step) -> None:
@@ -198,11 +189,8 @@ class Part:
 
 
 class Parts:
-    """The parts of a run. They are called in the order of their phases, and within a phase in list order.
-
-    Raises:
-        UserError: ranks have other parts or another order.
-    """
+    """The parts of a run. They are called in the order of their phases, and within a phase in list order. Raises
+    UserError if ranks have other parts or another order."""
 
     def __init__(self, parts: Iterable[Part] = (), *, ranks: dist.ProcessGroup | None = None) -> None:
         self._parts = sorted(parts, key=lambda part: part.phase)  # a stable sort
@@ -238,8 +226,7 @@ class Parts:
         return states
 
     def restore(self, states: Mapping[str, Any], step: int) -> None:
-        """Restore each part from its state after `step`, and log the names that only the checkpoint or only the run
-        has."""
+        """Restore each part from its state after `step`; log names that only the checkpoint or the run has."""
         for part in self._parts:
             state = states.get(part.name)
             if state is None and step and part.state():
@@ -255,10 +242,8 @@ class Parts:
         for part in self._parts:
             members = {name for name, member in vars(Part).items() if callable(member)}
             if hidden := sorted(members & vars(part).keys()):
-                raise UserError(
-                    f"{part.name} sets self.{hidden[0]}, which hides its member {hidden[0]}(). Give the "
-                    "attribute another name."
-                )
+                reason = f"{part.name} sets self.{hidden[0]}, which hides its member {hidden[0]}()"
+                raise UserError(f"{reason}. Give the attribute another name.")
 
     def before(self, step: int) -> None:
         """Call `before` of all parts."""
@@ -291,16 +276,13 @@ class Parts:
         return any(part.due(step, last=last) for part in self._having("due") if part.phase <= Phase.DECIDE)
 
     def after(self, phase: Phase, step: Step, pause: Pause) -> None:
-        """Call `after` of the parts up to DECIDE if `phase` is OBSERVE, else of the parts in that phase. Numbers wait
-        for `take_numbers`; a part that is due works in a `pause`."""
+        """Call `after` of the parts in a phase (ACT with OBSERVE), in a `pause` if due; keep their numbers."""
         for part in self._having("after"):
             if part.phase == phase or (part.phase, phase) == (Phase.ACT, Phase.OBSERVE):
                 due = part.due(step.step, last=step.last)
                 with self._calling(part), pause(part.name) if due else nullcontext():
-                    self.numbers |= {
-                        f"{part.prefix}{name}": _number(f"{part.prefix}{name}", value)
-                        for name, value in (part.after(step) or {}).items()
-                    }
+                    found = {f"{part.prefix}{name}": value for name, value in (part.after(step) or {}).items()}
+                    self.numbers |= {name: _number(name, value) for name, value in found.items()}
         if phase is Phase.DECIDE and self._ranks is not None and any(part.phase is phase for part in self._parts):
             step.agree(self._ranks)
 
@@ -310,8 +292,7 @@ class Parts:
         return numbers
 
     def finish(self, step: Step, pause: Pause) -> UserError | None:
-        """Call `finish` of all parts at the end of training. Returns the first error, to be raised when all have
-        finished."""
+        """Call `finish` of all parts at the end of training; returns the first error."""
         failed: UserError | None = None
         for part in self._having("finish"):
             try:
@@ -328,8 +309,7 @@ class Parts:
                 part.close()
             except Exception:
                 get_logger().exception("cannot close the part %s", part.name)
-        slow = [f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if seconds >= SHOWN_SECONDS]
-        if slow:
+        if slow := [f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items() if seconds >= SHOWN_SECONDS]:
             get_logger().info("parts of training on this rank took %s", ", ".join(slow))
 
     def _having(self, member: str) -> list[Part]:
@@ -379,16 +359,14 @@ def _isolated(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _number(name: str, value: Any) -> float | int | None:
-    """A part's value as a number of a row; a one-element tensor counts as its element. Raises UserError for anything
-    else."""
+    """Number of a row from a part's value, such as a one-element tensor. Raises UserError for other values."""
     if value is None or isinstance(value, int | float):
         return value
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{name}: after() returns a {type(value).__name__}, and a row has numbers ({error})."
-        ) from error
+        kind = type(value).__name__
+        raise UserError(f"{name}: after() returns a {kind}, and a row has numbers ({error}).") from error
 
 
 def _require_same_order(order: Sequence[str], ranks: dist.ProcessGroup) -> None:

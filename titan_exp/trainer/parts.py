@@ -37,18 +37,15 @@ class GarbageCollection(Part):
         self._every = every
 
     def begin(self, run: Run) -> None:
-        """Disable automatic collection."""
         gc.disable()
         gc.collect(1)
 
     def after(self, step: Step) -> None:
-        """Collect if a collection is due."""
         if step.step % self._every == 0:
             # Generation 1 is cheap, and garbage of a training loop is young.
             gc.collect(1)
 
     def close(self) -> None:
-        """Enable automatic collection again."""
         gc.enable()
 
 
@@ -73,11 +70,7 @@ def acting_parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:
 
 
 def all_parts(experiment: Experiment, folder: RunFolder, state: TrainState, layout: ResolvedLayout) -> Iterator[Part]:
-    """All parts of a run.
-
-    Raises:
-        UserError: the data of one cannot be loaded.
-    """
+    """All parts of a run. Raises UserError if the data of one cannot be loaded."""
     training, profiling, mesh = experiment.training, experiment.profiling, state.mesh
     yield from acting_parts(experiment, state)
     # Instruments come first: they measure the step, not what follows it.
@@ -110,35 +103,25 @@ def _evaluation(experiment: Experiment, state: TrainState, layout: ResolvedLayou
     shard: dict[str, Any] = {"dp_rank": state.mesh.dp_rank, "dp_degree": state.mesh.dp_degree}
     shard["micro_batch_size"] = layout.micro_batch_size
     loader = ValidationLoader(experiment.data, experiment.training.seq_len, **shard)
-    sets = {
-        name: ValidationLoader(
-            found.data,
-            found.training.seq_len,
-            **shard,
-            all_documents=not experiment.evaluation.sets[name].holds_out,
-        )
-        for name, found in validation_sets(experiment).items()
-    }
+    sets = {}
+    for name, found in validation_sets(experiment).items():
+        every = not experiment.evaluation.sets[name].holds_out
+        sets[name] = ValidationLoader(found.data, found.training.seq_len, **shard, all_documents=every)
     return Evaluation(state, loader, partial(experiment.evaluation.due, experiment.training), sets)
 
 
 def build_part(label: str, config: PartConfig) -> Part:
-    """Build one of your parts from its key and configuration.
-
-    Raises:
-        UserError: the class cannot be imported, is not a `Part`, or takes other options.
-    """
+    """Build one of your parts. Raises UserError if its class cannot be imported, or is no `Part`."""
     key = f"training.parts.{label}"
     kind = import_callable(config.name, f"{key}.name", Call((), (), f"{key}.options", config.options))
+    reason = remedy = ""
     if not (isinstance(kind, type) and issubclass(kind, Part)):
-        own = config.name.rpartition(".")[2]
+        reason, own = "this class does not extend Part", config.name.rpartition(".")[2]
         remedy = f"write class {own}(Part), and import Part from titan_exp.trainer.part"
-        raise UserError(
-            "This run cannot start.", [Violation(f"{key}.name", config.name, "this class does not extend Part", remedy)]
-        )
-    if not kind.fatal and kind.phase is not Phase.REPORT:
+    elif not kind.fatal and kind.phase is not Phase.REPORT:
         reason = "training can only go on after the error of a part of phase REPORT"
         remedy = "write phase = Phase.REPORT, or fatal = True"
+    if reason:
         raise UserError("This run cannot start.", [Violation(f"{key}.name", config.name, reason, remedy)])
     part = kind(**revealed(config.options, f"{key}.options"))
     part.name, part.prefix = key, f"{label}/"  # built-in parts have no name like a key
@@ -157,11 +140,9 @@ class FiniteLoss(Part):
     isolated = False  # it reads numbers
 
     def begin(self, run: Run) -> None:
-        """Look up what the error names."""
         self._experiment, self._folder = run.experiment, run.folder
 
     def after(self, step: Step) -> None:
-        """Raise Diverged."""
         for row in step.rows:
             loss, grad_norm = row.values["loss"], row.values["grad_norm"]
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -199,7 +180,6 @@ class Export(Part):
         self._state = state
 
     def begin(self, run: Run) -> None:
-        """Get the report, which says whether this world exports."""
         self._report = run.report
 
     def due(self, step: int, *, last: bool) -> bool:
@@ -207,12 +187,10 @@ class Export(Part):
         return self._exporter.due(step) and not last
 
     def after(self, step: Step) -> None:
-        """Export if due."""
         if self._report.writes and self.due(step.step, last=step.last):
             self._exporter.write(step.step, self._state.model.parts)
 
     def finish(self, step: Step) -> None:
-        """Export the last weights."""
         if step.last and not self._exporter.write(step.step, self._state.model.parts):
             raise UserError(
                 f"We could not export the weights after step {step.step} (the log says why). Free disk space and start "

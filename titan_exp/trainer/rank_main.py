@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,26 +41,18 @@ class OutOfMemory(RuntimeError):
 def explain_oom(
     experiment: Experiment, traces: Path, device: torch.device, trainer: "Callable[[], Trainer | None]"
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the `with` block into a report, also written to the folder `traces`.
-
-    `trainer` returns the trainer, or None while it is being built.
-
-    Raises:
-        OutOfMemory: from the original error.
-    """
+    """Turn an out-of-memory error of the `with` block into OutOfMemory with a report, also written to the folder
+    `traces`. `trainer` returns the trainer, or None while it is being built."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         built = trainer()
-        memory = (
-            memory_snapshot.memory_breakdown(device)
-            if built is None
-            else memory_snapshot.memory_breakdown(
-                device, built.model.parts, built.optimizer, built.model.weights.copies
-            )
+        of_run: tuple[Any, ...] = (
+            () if built is None else (built.model.parts, built.optimizer, built.model.weights.copies)
         )
+        memory = memory_snapshot.memory_breakdown(device, *of_run)
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             written = f"\nDetails: {memory_snapshot.write_breakdown(memory, traces, 'full', rank)}"
@@ -68,7 +61,9 @@ def explain_oom(
             written = ""
         step = f"in step {built.step + 1}" if built is not None else "while the model was built"
         report = oom_report(memory, experiment, rank=rank, when=step)
-        raise OutOfMemory(f"{_first_sentences(error)}\n{report}{written}") from error
+        # Torch's message without its paragraph about environment variables.
+        said = str(error).partition(" If reserved")[0].partition(" (when allocating")[0].strip()
+        raise OutOfMemory(f"{said or type(error).__name__}\n{report}{written}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -116,17 +111,9 @@ def remedies(category: memory_snapshot.MemoryCategory, experiment: Experiment, d
     return [*found, f"parallelism.cp={2 * parallelism.cp}, or a shorter training.seq_len"]
 
 
-def _first_sentences(error: BaseException) -> str:
-    """Torch's message without its paragraph about environment variables."""
-    return str(error).partition(" If reserved")[0].partition(" (when allocating")[0].strip() or type(error).__name__
-
-
 def main(run: Run | str) -> None:
-    """Train a run, or the run in a folder, on this rank, from its newest checkpoint to the end.
-
-    Raises:
-        SystemExit: with `STOPPED`, after saving, if a stop was requested.
-    """
+    """Train a run, or the run in a folder, on this rank, from its newest checkpoint to the end. Exits with `STOPPED`,
+    after saving, if a stop was requested."""
     run = run if isinstance(run, Run) else Run(run)
     folder, experiment = RunFolder(run), run.experiment
     require_variables(experiment)
@@ -144,7 +131,10 @@ def main(run: Run | str) -> None:
                 get_logger().info(trainer.loader.guarantee)
             trainer.restore()
             if dist.get_rank() == 0 and trainer.commit.restores:
-                _write_running(folder, trainer)
+                try:
+                    folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
+                except OSError as error:
+                    get_logger().error("cannot write %s (%s)", folder.state, error.strerror or error)
                 _record_data(folder, trainer)
             state = "failed"
             try:
@@ -171,10 +161,3 @@ def _record_data(folder: RunFolder, trainer: Trainer) -> None:
         folder.update_attempt(attempt, data=present)
     except (OSError, LockedError) as error:
         get_logger().error("cannot record the identity of the data (%s)", error)
-
-
-def _write_running(folder: RunFolder, trainer: Trainer) -> None:
-    try:
-        folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
-    except OSError as error:
-        get_logger().error("cannot write %s (%s)", folder.state, error.strerror or error)

@@ -1,18 +1,17 @@
 """Initial state of a run: its newest checkpoint, another run's checkpoint, given weights, or initialized weights."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from titan_exp.checkpoint.checkpoint_cache import local_copy
-from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, load_hf_sharded
 from titan_exp.checkpoint.load_state import (
     WEIGHTS_ONLY_KEY,
@@ -21,14 +20,7 @@ from titan_exp.checkpoint.load_state import (
     load_state,
     read_progress,
 )
-from titan_exp.config.checkpoint_files import (
-    huggingface_folder,
-    initial_folder,
-    is_url,
-    parent_checkpoint,
-    parent_location,
-    step_of,
-)
+from titan_exp.config import checkpoint_files
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -49,8 +41,11 @@ from titan_exp.rules.weights import from_config, given_weights, noted_changes, r
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit, Training
+from titan_exp.trainer.commit import Commit
 from titan_exp.trainer.profiling.step_times import cache_of
+
+if TYPE_CHECKING:
+    from titan_exp.trainer.trainer import Trainer
 
 
 def log_head(folder: RunFolder) -> None:
@@ -59,68 +54,52 @@ def log_head(folder: RunFolder) -> None:
     if overrides is not None:
         # No command: options of the user's own also need their folder.
         get_logger().info("values that differ from the defaults: %s", " ".join(map(for_shell, overrides)) or "none")
-    log_lineage(folder)
+    _log_lineage(folder)
 
 
-def log_lineage(folder: RunFolder) -> None:
-    """Log the parent of a continued run and that parent's ancestors."""
+def _log_lineage(folder: RunFolder) -> None:
     for ancestor in ancestors(folder.path):
         get_logger().info("continued from %s", ancestor.lineage)
 
 
-def load_parent_state(
-    experiment: Experiment,
-    checkpointer: Checkpointer,
-    parts: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    *,
-    keeps: Collection[str],
-    cache: Path,
-    lineage: Lineage | None,
-) -> tuple[RestoredState, Lineage]:
-    """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer.
-
-    `lineage` is the one that an earlier start recorded, whose step is loaded again; `keeps` is as in `load_state`.
-    Raises UserError if there is no such checkpoint, or it is damaged, holds weights only, or does not fit.
-    """
-    config = experiment.checkpoint
+def _load_parent_state(trainer: "Trainer", lineage: Lineage | None) -> tuple[RestoredState, Lineage]:
+    """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer. `lineage` is an earlier
+    start's, whose step is loaded again. Raises UserError if there is no whole checkpoint that fits."""
+    experiment, checkpointer, config = trainer.experiment, trainer.checkpointer, trainer.experiment.checkpoint
     assert config.continue_from is not None, "the caller checks"
-    location = parent_location(config.continue_from, Path(experiment.paths.runs).expanduser().absolute())
+    runs = Path(experiment.paths.runs).expanduser().absolute()
+    cache = cache_of(trainer.folder, experiment.experiment.name)
+    location = checkpoint_files.parent_location(config.continue_from, runs)
     # All ranks take rank 0's step: a parent that is still training may save or delete checkpoints meanwhile.
     lineage = checkpointer.from_leader(lineage)
     step = config.continue_step if lineage is None else lineage.step
-    if is_url(location) and step_of(Path(location)) is not None:
+    if checkpoint_files.is_url(location) and checkpoint_files.step_of(Path(location)) is not None:
         step = None  # the URL points to the checkpoint itself
-    local = str(local_copy(location, cache=cache, step=step or 0))
-    path = checkpointer.from_leader(parent_checkpoint(local, step))
+    local = str(local_copy(location, cache=cache / "remote", step=step or 0))
+    path = checkpointer.from_leader(checkpoint_files.parent_checkpoint(local, step))
+    given = f"checkpoint.continue_from={config.continue_from}"
     if path is None:
         of_step = "" if step is None else f" of step {step}"
-        raise UserError(
-            f"checkpoint.continue_from={config.continue_from}: this run has no complete checkpoint{of_step}"
-        )
+        raise UserError(f"{given}: this run has no complete checkpoint{of_step}")
     progress = checkpointer.read_parent(path)
     saved = progress.get("config") or {}
-    found = [
-        *model_misfits_of(saved, config, experiment.model, experiment.data),
-        *state_misfits(saved, config, experiment.paths, experiment.optimizer, experiment.experiment),
-    ]
+    found = [*model_misfits_of(saved, config, experiment.model, experiment.data)]
+    found += state_misfits(saved, config, experiment.paths, experiment.optimizer, experiment.experiment)
     if found:
         raise UserError("This run cannot continue.", found)
     if progress.get(WEIGHTS_ONLY_KEY):
         raise UserError(
-            f"checkpoint.continue_from={config.continue_from}: its checkpoint of step {progress['step']} holds weights "
-            "only (checkpoint.last=weights). Start a new run from them: checkpoint.continue_from=null "
-            f"checkpoint.initial={location}"
+            f"{given}: its checkpoint of step {progress['step']} holds weights only (checkpoint.last=weights). Start a "
+            f"new run from them: checkpoint.continue_from=null checkpoint.initial={location}"
         )
-    return load_state(path, parts, optimizer, keeps), Lineage(location, progress["step"], progress["tokens"])
+    restored = load_state(path, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
+    return restored, Lineage(location, progress["step"], progress["tokens"])
 
 
 def require_same_function(experiment: Experiment, path: str) -> None:
     """Compare the model and the tokenizer with those of `checkpoint.initial`, and log differences that may be intended.
-
-    `path` is where they are on this machine. Raises UserError if the same weights would compute something else.
-    """
-    config, folder = experiment.checkpoint, initial_folder(path)
+    `path` is where they are on this machine. Raises UserError if the same weights would compute something else."""
+    config, folder = experiment.checkpoint, checkpoint_files.initial_folder(path)
     assert config.initial is not None, "the caller checks"
     if folder is None:
         return  # the load reports it
@@ -129,9 +108,8 @@ def require_same_function(experiment: Experiment, path: str) -> None:
         with suppress(KeyError):  # a checkpoint of another tool
             given = from_config(config.initial, read_progress(folder)["config"])
     if given is None:
-        get_logger().warning(
-            "checkpoint.initial: nothing beside the weights describes their model, so we compare only names and shapes"
-        )
+        reason = "nothing beside the weights describes their model, so we compare only names and shapes"
+        get_logger().warning("checkpoint.initial: %s", reason)
         return
     exclude, accepted = config.initial_exclude, config.accept_changes
     require_fit(experiment.model, given, exclude, accepted)
@@ -145,14 +123,9 @@ PARTS, ENDED = "parts", "ended"
 """Progress keys: states of parts by name, and the reason for which one has ended training before its last step."""
 
 
-def restore_state(trainer: Training, commit: Commit) -> None:
-    """Load weights, optimizer, data position and progress; all ranks call it.
-
-    Raises:
-        UserError: a checkpoint is damaged, or training cannot continue from it.
-    """
-    checkpointer = trainer.checkpointer
-    step = checkpointer.latest() if commit.restores else None
+def restore_state(trainer: "Trainer", commit: Commit) -> None:
+    """Load weights, optimizer, data position and progress on all ranks. Raises UserError if that cannot be."""
+    step = trainer.checkpointer.latest() if commit.restores else None
     if commit.takes_over():
         trainer.state.built.init_weights()  # they will be replaced by those of a living world
     elif step is not None:
@@ -163,7 +136,7 @@ def restore_state(trainer: Training, commit: Commit) -> None:
         _load_initial_weights(trainer)
 
 
-def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
+def adopt_progress(trainer: "Trainer", progress: Mapping[str, Any]) -> None:
     """Restore step, tokens and states of parts from a checkpoint or from another world."""
     trainer.step, trainer.tokens = progress["step"], progress["tokens"]
     trainer.ended = progress.get(ENDED)
@@ -173,7 +146,7 @@ def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
     trainer.parts.restore(progress.get(PARTS, older), trainer.step)
 
 
-def _continue_own(trainer: Training, step: int) -> None:
+def _continue_own(trainer: "Trainer", step: int) -> None:
     restored = trainer.checkpointer.load(step, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
     adopt_progress(trainer, restored.progress)
     if not restored.progress.get(WEIGHTS_ONLY_KEY):
@@ -187,18 +160,10 @@ def _continue_own(trainer: Training, step: int) -> None:
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _continue_parent(trainer: Training) -> None:
+def _continue_parent(trainer: "Trainer") -> None:
     """Begin with the whole state of the run named by `checkpoint.continue_from`."""
     experiment, folder = trainer.experiment, trainer.folder
-    restored, lineage = load_parent_state(
-        experiment,
-        trainer.checkpointer,
-        trainer.model.parts,
-        trainer.optimizer,
-        keeps=trainer.parts.keeps,
-        cache=cache_of(folder, experiment.experiment.name) / "remote",
-        lineage=Lineage.read(folder.path),
-    )
+    restored, lineage = _load_parent_state(trainer, lineage=Lineage.read(folder.path))
     progress = {key: value for key, value in restored.progress.items() if key != ENDED}
     adopt_progress(trainer, {**progress, "step": lineage.step, "tokens": lineage.tokens})
     if trainer.is_over:
@@ -211,11 +176,11 @@ def _continue_parent(trainer: Training) -> None:
         trainer.loader.load_state_dict(restored.data)
     if dist.get_rank() == 0:
         lineage.write(folder.path)
-        log_lineage(folder)
+        _log_lineage(folder)
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _load_initial_weights(trainer: Training) -> None:
+def _load_initial_weights(trainer: "Trainer") -> None:
     """Load `checkpoint.initial`, if given, and initialize the weights that it lacks."""
     experiment, built = trainer.experiment, trainer.state.built
     config = experiment.checkpoint
@@ -227,7 +192,7 @@ def _load_initial_weights(trainer: Training) -> None:
     cache = cache_of(trainer.folder, experiment.experiment.name)
     path = str(local_copy(config.initial, cache=cache / "remote"))
     require_same_function(experiment, path)
-    folder = huggingface_folder(path)
+    folder = checkpoint_files.huggingface_folder(path)
     if folder is None:
         trainer.checkpointer.load_initial_weights(trainer.model.parts, path)
         return
@@ -236,12 +201,9 @@ def _load_initial_weights(trainer: Training) -> None:
     get_logger().info("weights from %s", folder)
 
 
-def _log_changes(trainer: Training, saved: Any) -> None:
-    changed = differences(saved, to_dict(trainer.experiment))
-    if changed:
-        get_logger().info(
-            "these values have changed since that checkpoint, and the new ones apply:%s", "".join(changed)
-        )
+def _log_changes(trainer: "Trainer", saved: Any) -> None:
+    if changed := "".join(differences(saved, to_dict(trainer.experiment))):
+        get_logger().info("these values have changed since that checkpoint, and the new ones apply:%s", changed)
 
 
 Rows = Mapping[str, Sequence[slice]]
@@ -258,14 +220,10 @@ def load_source(
     divide: Callable[[nn.Module], Rows] | None = None,
     parts: bool = False,
 ) -> nn.Module:
-    """Build the model of a source and read its weights tensor by tensor, or this rank's shards.
-
-    `divide` shards the model on the meta device and returns the rows of those sharded parameters that are not DTensors.
-    `documents` and `parts` are as in `choose_attention_backend`. Modules of multi-token prediction are left out.
-    """
-    build, read = _building(
-        source, device, seq_len=seq_len, documents=documents, dtype=dtype, divide=divide, parts=parts
-    )
+    """Build the model of a source and read its weights tensor by tensor, or this rank's shards. `divide` shards the
+    model and returns the rows of sharded plain parameters. Modules of multi-token prediction are left out."""
+    how: dict[str, Any] = {"documents": documents, "dtype": dtype, "divide": divide, "parts": parts}
+    build, read = _building(source, device, seq_len=seq_len, **how)
     with torch.device("meta"):
         model = build()
     read(model)
@@ -282,10 +240,8 @@ def load_pipeline(
     parts: bool,
 ) -> Pipeline:
     """As `load_source`, for this rank's pipeline stages in fp32."""
-    length, dtype = layout.training.seq_len, torch.float32
-    build, read = _building(
-        source, mesh.device, seq_len=length, documents=documents, dtype=dtype, divide=divide, parts=parts
-    )
+    how: dict[str, Any] = {"documents": documents, "dtype": torch.float32, "divide": divide, "parts": parts}
+    build, read = _building(source, mesh.device, seq_len=layout.training.seq_len, **how)
     with torch.device("meta"):
         whole = build()
     return build_pipeline(whole, build, read, layout, mesh)
@@ -355,19 +311,14 @@ def _runs(backend: str, device: torch.device, dtype: torch.dtype, *, parts: bool
 
 
 def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
-    """Tokenizer of a source.
-
-    Raises:
-        UserError: the model reads no tokens, or the source has no tokenizer, or it cannot be read.
-    """
+    """Tokenizer of a source. Raises UserError if the model reads no tokens, or it has no readable tokenizer."""
     if not source.model.vocab_size:
         raise UserError(f"{source.path}: {source.model.name} reads no tokens, so it is not a language model.")
     if source.tokenizer == "bytes":
         return ByteTokenizer()
     if source.tokenizer is None:
-        raise UserError(
-            f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there, or give a run folder."
-        )
+        reason = f"{source.path} has no tokenizer beside its weights"
+        raise UserError(f"{reason}. Put its tokenizer.json there, or give a run folder.")
     from titan_exp.data.tokenizers import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(source.tokenizer)
@@ -383,7 +334,7 @@ def training_length(path: Path, source: OpenCheckpoint) -> int:
 
 def describe(path: Path, source: OpenCheckpoint) -> str:
     """One-line description of a source; for a continued run it includes its ancestors."""
-    step = step_of(source.path)
+    step = checkpoint_files.step_of(source.path)
     if source.format != "dcp" or step is None:
         return str(source.path)
     run = path if path != source.path else path.parent.parent

@@ -1,6 +1,5 @@
 """Train state: mesh, parallel model, objective, optimizer. Trainer and planner share it, so predictions match runs."""
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,7 +39,15 @@ from titan_exp.parallel.meta_init import (
 )
 from titan_exp.parallel.pipeline_runtime import Pipeline, build_pipeline, build_schedule
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
-from titan_exp.quantization.quantize import describe, quantize
+from titan_exp.quantization.quantize import (
+    Float8Weights,
+    WeightScales,
+    allocate_float8_weights,
+    describe,
+    float8_all_gather_format,
+    modules_with_float8_weights,
+    quantize,
+)
 from titan_exp.tracking.display import format_count
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts import ExpertLoad
@@ -55,8 +62,7 @@ def has_groups(parameters: Sequence[NamedParameter], config: OptimizerConfig) ->
 
 
 def parameter_table(parameters: Sequence[NamedParameter], config: OptimizerConfig) -> str:
-    """Table of learning rate, weight decay and other settings, one row per group of a model's parameters, frozen ones
-    included."""
+    """Table of learning rate, weight decay and other settings, a row per group of parameters, also frozen ones."""
     rows: dict[tuple[str, ...], list[NamedParameter]] = defaultdict(list)
     for named in parameters:
         rows[_row(named, config)].append(named)
@@ -76,24 +82,17 @@ def _row(named: NamedParameter, config: OptimizerConfig) -> tuple[str, ...]:
     options = hyperparameters(named, config)
     lr = config.lr * options.pop("lr_scale", 1.0)
     decay = options.pop("weight_decay")
-    also = " ".join(f"{key}={_shown(value)}" for key, value in options.items())
+    also = " ".join(
+        f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items()
+    )
     if named.scale.init != 1:
         also = f"{also} initial weights x{named.scale.init:.3g}".strip()
     return named.role, group, f"{lr:.3g}", f"{decay:.3g}", also
 
 
-def _shown(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 class BuiltModel:
-    """The parallel model on this rank, with the whole model's parameter count and FLOPs. `fake_mode` as in `assemble`.
-
-    Parameters have memory but no values until `init_weights` or a checkpoint fills them.
-
-    Raises:
-        UserError: an import path cannot be imported, or a named module does not exist.
-    """
+    """The parallel model on this rank, with the whole model's parameter count and FLOPs. Parameters have memory but no
+    values until `init_weights` or a checkpoint fills them. Raises UserError as `assemble` does."""
 
     def __init__(
         self,
@@ -103,27 +102,26 @@ class BuiltModel:
         *,
         fake_mode: AbstractContextManager[Any] | None = None,
     ) -> None:
+        training, parallelism = experiment.training, experiment.parallelism
         backend = choose_attention_backend(
             experiment.model,
             mesh.device,
-            bf16=experiment.training.mixed_precision == "bf16",
-            seq_len=experiment.training.seq_len,
+            bf16=training.mixed_precision == "bf16",
+            seq_len=training.seq_len,
             documents=experiment.data.document_mask,
-            parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
-            deterministic=experiment.training.deterministic,
+            parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
+            deterministic=training.deterministic,
         )
         self._experiment, self._layout, self._mesh, self._fake_mode = experiment, layout, mesh, fake_mode
-        self._build = build = functools.partial(
-            build_model, experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend
+        self._build = build = partial(
+            build_model, experiment.model, seq_len=training.seq_len, attention_backend=backend
         )
         with torch.device("meta"):
             model = build()
         self.scales = scales_of(experiment.parametrization, experiment.model)
         """Scales that the parametrization gives to parameters, by full name."""
         self.parameters = parameter_count(model)
-        """Number of parameters of the whole model."""
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
-        """FLOPs of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
         freeze(model, experiment.optimizer)
         parameters = named_parameters([model], self.scales, frozen=True)
@@ -133,13 +131,8 @@ class BuiltModel:
         self.pipeline: Pipeline | None = None
         """This rank's stages under pipeline parallelism."""
         self._init: list[Callable[[Callable[[str], bool]], None]] = []
-        get_logger().info(
-            "%s: %s parameters, attention by %s on %s",
-            experiment.model.name,
-            f"{self.parameters:,}",
-            backend,
-            mesh.device.type,
-        )
+        facts = (experiment.model.name, f"{self.parameters:,}", backend, mesh.device.type)
+        get_logger().info("%s: %s parameters, attention by %s on %s", *facts)
         if experiment.compile.compiles("blocks") and mesh.device.type == "cuda":
             get_logger().info("matmuls of compiled blocks: %s", _gemm_selection(experiment, layout.world_size))
         if has_groups(parameters, experiment.optimizer):
@@ -153,22 +146,16 @@ class BuiltModel:
             _log_pipeline(layout)
 
     def init_weights(self, selected: Callable[[str], bool] = every_weight) -> None:
-        """Initialize this rank's weights whose full names are selected. Weights that a load will replace need not be
-        drawn."""
+        """Initialize this rank's weights whose full names are selected, since a load replaces others."""
         for init in self._init:
             init(selected)
 
     def _set_float8_weights(self, module: nn.Module) -> None:
-        """Keep float8 weights of a materialized model where this rank holds them whole; elsewhere gather them in
-        float8."""
+        """Keep float8 weights where this rank holds them whole; elsewhere gather them in float8."""
         if self._mesh.sharding["fsdp"].size() > 1:
             if self._experiment.quantization.float8_all_gather:
-                from titan_exp.quantization.quantize import float8_all_gather_format
-
                 set_all_gather_format(module, float8_all_gather_format)
         elif not self._layout.parallelism.cpu_offload:
-            from titan_exp.quantization.quantize import allocate_float8_weights
-
             allocate_float8_weights(module)
 
     def _parallelize(self, module: nn.Module) -> None:
@@ -189,9 +176,9 @@ class BuiltModel:
         seed = experiment.experiment.seed
         init_buffers(places, unfilled, self._build, seed)
         if specs is not None:
-            self._init.append(functools.partial(init_weights, module, specs, seed))
+            self._init.append(partial(init_weights, module, specs, seed))
         else:
-            self._init.append(functools.partial(copy_initial_weights, module, self._build, seed))
+            self._init.append(partial(copy_initial_weights, module, self._build, seed))
 
 
 def _gemm_selection(experiment: Experiment, ranks: int) -> str:
@@ -206,15 +193,11 @@ def _gemm_selection(experiment: Experiment, ranks: int) -> str:
 def _log_pipeline(layout: ResolvedLayout) -> None:
     counts, pp = layout.layer_counts, layout.parallelism
     schedules = [build_schedule(pp.pp_schedule, pp.pp, len(counts), size) for size in layout.pass_sizes]
-    get_logger().info(
-        "pipeline: %s, %d stages of %s layers, %s micro-batches of %d sequences, bubble %s %%",
-        pp.pp_schedule,
-        len(counts),
-        ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
-        ", then ".join(map(str, layout.pass_sizes)),
-        layout.micro_batch_size,
-        ", then ".join(f"{100 * timeline(schedule).bubble:.0f}" for schedule in schedules),
-    )
+    layers = ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+    passes = ", then ".join(map(str, layout.pass_sizes))
+    bubbles = ", then ".join(f"{100 * timeline(schedule).bubble:.0f}" for schedule in schedules)
+    text = "pipeline: %s, %d stages of %s layers, %s micro-batches of %d sequences, bubble %s %%"
+    get_logger().info(text, pp.pp_schedule, len(counts), layers, passes, layout.micro_batch_size, bubbles)
 
 
 @dataclass(frozen=True)
@@ -222,19 +205,14 @@ class TrainState:
     """Objects that `train_step` works on, on one rank."""
 
     mesh: Mesh
-    """Device mesh."""
     built: BuiltModel
     """Parallel model, with figures of the whole model."""
     model: Model
-    """Model and objective behind the interface that `train_step` uses."""
     optimizer: torch.optim.Optimizer
-    """Optimizer of this rank's parameters."""
     clipper: GradientClipper | NormClipper
-    """Clips gradients."""
     quantize_weights: Callable[[], None]
     """Recomputes the quantized copies of the weights that a recipe keeps."""
     average: WeightAverage | None = None
-    """Average of the weights."""
 
     @cached_property
     def gradient_point(self) -> HasGradientPoint | None:
@@ -266,11 +244,7 @@ def assemble(
     recorder: Recorder | None = None,
 ) -> TrainState:
     """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory but no values. The `recorder`
-    captures CUDA graphs; by default, a `CudaRecorder`.
-
-    Raises:
-        UserError: an import path cannot be imported, or a named module does not exist.
-    """
+    captures CUDA graphs. Raises UserError if an import path or a named module does not exist."""
     spec = model_spec(experiment.model)
     cuts = sequence_cuts(spec, layout.parallelism, layout.training.seq_len)
     causal = spec is None or spec.is_causal
@@ -293,7 +267,7 @@ def assemble(
     optimizer = build_optimizer(model.parts, experiment.optimizer, built.scales)
     if isinstance(optimizer, UpdatesComputeWeights):
         optimizer.set_compute_weights(weights.copies)
-    _log_update(experiment.optimizer, optimizer, weights)
+    _log_optimizer(experiment.optimizer, weights, by_update=isinstance(optimizer, UpdatesComputeWeights))
     quantize_weights = _quantized_weights(model, mesh, experiment)
     with fake_mode or nullcontext():
         clipper = _clipper(optimizer, model, mesh, experiment)
@@ -339,13 +313,11 @@ def _clipper(
     )
 
 
-def _log_update(config: OptimizerConfig, optimizer: torch.optim.Optimizer, weights: ComputeWeights) -> None:
+def _log_optimizer(config: OptimizerConfig, weights: ComputeWeights, *, by_update: bool) -> None:
     kernel = f" ({config.implementation})" if isinstance(config, AdamWConfig) and config.name == "adamw" else ""
-    copies = ""
-    if weights.copies:
-        by = "its update" if isinstance(optimizer, UpdatesComputeWeights) else "a cast after its update"
-        copies = f". With one data rank and no shards it keeps bf16 weights beside the fp32 ones, written by {by}"
-    get_logger().info("optimizer: %s%s%s", config.name, kernel, copies)
+    by = "its update" if by_update else "a cast after its update"
+    copies = f". With one data rank and no shards it keeps bf16 weights beside the fp32 ones, written by {by}"
+    get_logger().info("optimizer: %s%s%s", config.name, kernel, copies if weights.copies else "")
 
 
 def _compute_weights(
@@ -367,19 +339,13 @@ def _compute_weights(
 
 
 def _float8_modules(parts: Sequence[nn.Module], experiment: Experiment) -> list[nn.Module]:
-    if not experiment.quantization.recipe.startswith("float8"):
-        return []
-    from titan_exp.quantization.quantize import modules_with_float8_weights
-
-    return modules_with_float8_weights(parts)
+    return modules_with_float8_weights(parts) if experiment.quantization.recipe.startswith("float8") else []
 
 
 def _quantized_weights(model: Model, mesh: Mesh, experiment: Experiment) -> Callable[[], None]:
     """Return a function that recomputes kept float8 weights and precomputed scales; all ranks call it."""
     if experiment.quantization.recipe == "none":
         return lambda: None
-    from titan_exp.quantization.quantize import Float8Weights, WeightScales
-
     dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
     scales, weights = WeightScales(model.parts, mesh.shard_groups, dtype), Float8Weights(model.parts, dtype)
 

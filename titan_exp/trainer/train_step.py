@@ -1,11 +1,10 @@
 """One optimizer step: the whole recipe, with everything that changes weights, in order."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from titan_exp.data.batch import MicroBatch
 from titan_exp.optim.grad_clip import global_grad_norm
@@ -19,20 +18,12 @@ from titan_exp.trainer.objective import Objective, token_counts
 from titan_exp.trainer.part import Parts, Update
 from titan_exp.trainer.train_state import TrainState
 
+if TYPE_CHECKING:
+    from titan_exp.trainer.commit import Commit
+
 
 class StepRefused(Exception):
     """The worlds of a run must repeat the step, because one died or a collective between them failed."""
-
-
-class ReducesGradients(Protocol):
-    """Sum of gradients and metrics over the worlds of a run; `Commit` is one."""
-
-    sums: bool
-    """True if gradients are summed, in the dtype of their parameters."""
-
-    def reduce(self, parameters: Iterable[nn.Parameter], metrics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sum gradients over the worlds in place; return the summed metrics. Raises StepRefused."""
-        ...
 
 
 def train_step(
@@ -43,13 +34,10 @@ def train_step(
     step: int,
     tokens: Sequence[int],
     lr: float,
-    commit: ReducesGradients | None = None,
+    commit: "Commit | None" = None,
 ) -> StepResult:
-    """Train on one global batch; `batches` are this rank's CPU micro-batches of it.
-
-    `tokens` are its predicted tokens, then those of each further prediction; `parts` act before and after the update.
-    If `commit` raises, weights and optimizer are as before the step.
-    """
+    """Train on one global batch; `batches` are this rank's CPU micro-batches of it. `tokens` are as of `token_counts`.
+    If `commit` raises, weights and optimizer are as before the step."""
     model, optimizer = state.model, state.optimizer
     if state.gradient_point is not None:
         state.gradient_point.to_gradient_point()
@@ -85,11 +73,8 @@ def train_step(
 def sync_step_flags(
     objective: Objective, batches: Sequence[MicroBatch], mesh: Mesh, *, stop: bool, save: bool
 ) -> tuple[tuple[int, ...], bool, bool]:
-    """Sum the predicted tokens of the global batch, and share the flags of the step, in one message over the CPU.
-
-    Returns the tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0's clock asks
-    for a checkpoint.
-    """
+    """Sum the predicted tokens of the global batch, and share the step's flags, in one message over the CPU. Returns
+    tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0 asks for a checkpoint."""
     tokens = map(sum, zip(*(token_counts(objective, batch) for batch in batches), strict=True))
     message = [*tokens, int(stop), int(save and dist.get_rank() == 0)]
     if dist.get_world_size(mesh.cpu_group) > 1:

@@ -17,7 +17,7 @@ from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit, Flags, Training
+from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.distributed import seed_step, set_deterministic
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Parts, Phase, Run, Step
@@ -33,18 +33,14 @@ STOP_SECONDS = 0.1
 
 class Trainer:
     """One rank of a training run. All ranks construct it, then call `restore` and `run` together. A `Commit`, built
-    from the trainer, makes worlds agree on a step.
-
-    Raises:
-        UserError: the data or an import path cannot be loaded.
-    """
+    from the trainer, makes worlds agree on a step. Raises UserError if the data or an import path cannot be loaded."""
 
     def __init__(
         self,
         experiment: Experiment,
         folder: RunFolder,
         device: torch.device,
-        commit: Callable[[Training], Commit] = Commit,
+        commit: "Callable[[Trainer], Commit]" = Commit,
     ) -> None:
         self.experiment, self.folder, self.layout = experiment, folder, ResolvedLayout.of(experiment)
         set_deterministic(experiment.training.deterministic)
@@ -52,48 +48,35 @@ class Trainer:
         self.state = state = assemble(experiment, self.layout, device)
         self.mesh, self.model, self.optimizer = state.mesh, state.model, state.optimizer
         self.parts = Parts(all_parts(experiment, folder, state, self.layout), ranks=self.mesh.cpu_group)
-        self.schedule = LRSchedule(
-            experiment.lr_schedule, peak=experiment.optimizer.lr, steps=experiment.training.steps
-        )
+        peak, steps = experiment.optimizer.lr, experiment.training.steps
+        self.schedule = LRSchedule(experiment.lr_schedule, peak=peak, steps=steps)
         self.loader = build_train_loader(experiment, self.layout, state)
         self.step = self.tokens = 0
         self._looks_at = 0.0
         self.ended: str | None = None
         """Reason why a part has ended training."""
         self.commit = commit(self)
-        self.checkpointer = Checkpointer(
-            experiment.checkpoint,
-            folder.checkpoints,
-            remote=RemoteRun.of(experiment.checkpoint.remote, experiment.experiment.name, folder.path.name),
-            prepare=self.commit.restores,
-        )
+        config = experiment.checkpoint
+        remote = RemoteRun.of(config.remote, experiment.experiment.name, folder.path.name)
+        self.checkpointer = Checkpointer(config, folder.checkpoints, remote=remote, prepare=self.commit.restores)
 
     def restore(self) -> None:
-        """Load the newest checkpoint of the run and open the report. Without one, a run begins with the state of
-        `checkpoint.continue_from`, the weights of `checkpoint.initial`, or initialized weights.
-
-        Raises:
-            UserError: a checkpoint is damaged, or training cannot continue from it.
-        """
+        """Load the newest checkpoint of the run and open the report. Without one, a run begins with
+        `checkpoint.continue_from`, `checkpoint.initial`, or new weights. Raises UserError if that cannot be."""
         with ExitStack() as stack:
             stack.callback(self.parts.close)
             restore_state(self, self.commit)
             self.state.refresh()
-            self.report = Report(
-                self.experiment, self.folder, self.state, first_step=self.step, writes=self.commit.leads
-            )
+            leads = self.commit.leads
+            self.report = Report(self.experiment, self.folder, self.state, first_step=self.step, writes=leads)
             stack.callback(self.report.close, "failed")
             self.commit.restored()
             self.parts.begin(Run(self.experiment, self.folder, self.state, self.report, self.step))
             stack.pop_all()  # `run` closes the parts, its caller the report
 
     def run(self) -> bool:
-        """Train to the last step. Returns False if a stop was requested; the state is saved either way.
-
-        Raises:
-            Diverged: the loss is not finite and `training.stop_on_nonfinite` is set.
-            UserError: the last state could not be saved or exported.
-        """
+        """Train to the last step. Returns False if a stop was requested; the state is saved either way. Raises Diverged
+        if the loss is not finite, UserError if the last state could not be saved or exported."""
         stop = False
         PROGRESS.begin(self.step)
         with closing(self.loader), closing(self.parts), closing(self.checkpointer):
@@ -136,10 +119,8 @@ class Trainer:
         batches, tokens = self.commit.divide(step, batches, flags)
         try:
             with times.computing():
-                lr = self.schedule(step)
-                result = train_step(
-                    self.state, self.parts, batches, step=step, tokens=tokens, lr=lr, commit=self.commit
-                )
+                how: dict[str, Any] = {"step": step, "tokens": tokens, "lr": self.schedule(step)}
+                result = train_step(self.state, self.parts, batches, **how, commit=self.commit)
         except StepRefused:
             self.optimizer.zero_grad()
             self.parts.refused(step)
@@ -155,8 +136,7 @@ class Trainer:
         return agreed
 
     def _log_and_save(self, flags: Flags) -> bool:
-        """Evaluate, log and save after a step, in this order, so that a checkpoint never exists without the rows before
-        it. Returns True if training stops."""
+        """Evaluate, log and save, in this order: no checkpoint without the rows before it. True if training stops."""
         done = self._finished()
         self.parts.after(Phase.OBSERVE, done, self.report.pause)
         flags |= Flags(save=self.checkpointer.due(self.step))
@@ -181,16 +161,10 @@ class Trainer:
             self.commit.collect()
         if not self.commit.leads:
             return
+        also: dict[str, Any] = {"weights_only": self._saves_weights_only, "other_worlds": self.commit.states}
         with self.report.pause("checkpoint"):
-            self.checkpointer.save(
-                self.step,
-                self.model.parts,
-                self.optimizer,
-                self.loader.state_dict(),
-                self.progress(),
-                weights_only=self._saves_weights_only,
-                other_worlds=self.commit.states,
-            )
+            data, progress = self.loader.state_dict(), self.progress()
+            self.checkpointer.save(self.step, self.model.parts, self.optimizer, data, progress, **also)
 
     def progress(self) -> dict[str, Any]:
         """State other than tensors and data, for checkpoints and for worlds that take it over."""

@@ -45,11 +45,9 @@ class LogitClipping(Acting):
 
     @property
     def maxima(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """Largest logits of the step, by layer."""
         return self._clip.largest
 
     def on_update(self, update: Update) -> None:
-        """Scale the query and key weights."""
         self._clip.clip()
 
 
@@ -67,7 +65,6 @@ class ClippingState(Acting):
         return self._clipper.state()
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Continue from the averages in the optimizer's state."""
         self._clipper.restore(state, step)
 
     def on_update(self, update: Update) -> None:
@@ -90,12 +87,10 @@ class Averaging(Acting):
 
     def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Continue the average of a checkpoint, or log from where a shorter one begins."""
-        shorter = self._average.restore(state, step)
-        if shorter is not None:
+        if (shorter := self._average.restore(state, step)) is not None:
             get_logger().warning(shorter)
 
     def on_update(self, update: Update) -> None:
-        """Add the weights after this step to the average."""
         self._average.update(update.step)
 
 
@@ -113,19 +108,15 @@ class Routing(Acting):
 
     @property
     def sums(self) -> Sequence[Tensor]:  # type: ignore[override]
-        """Token counts and losses of experts in the step."""
         return self._load.step_sums
 
     def before(self, step: int) -> None:
-        """Tell routers the size of the next batch."""
         self._load.set_sequences(self._training.batch_size_at(step) // self.shares)
 
     def on_update(self, update: Update) -> None:
-        """Update the biases from the token counts of the step."""
         self._load.update()
 
     def refused(self, step: int) -> None:
-        """Forget the token counts of a step that is repeated."""
         self._load.discard()
 
 
@@ -134,9 +125,8 @@ class ValidationResult:
     """Validation loss of one source."""
 
     loss: float
-    """Mean over tokens, in nats."""
+    """Nats per token."""
     tokens: int
-    """Number of predicted tokens."""
     text_bytes: int = 0
     """Bytes of text that they stand for; 0 if unknown."""
 
@@ -191,12 +181,10 @@ class Evaluation(Part):
         row = evaluate_split(model, self._loader, mesh)
         for name, loader in self._sets.items():
             found = evaluate_split(model, loader, mesh)
-            row |= {
-                metric.replace(kind, f"{kind}/{name}", 1): value
-                for metric, value in found.items()
-                for kind in (LOSS, BITS)
-                if metric.partition("/")[0] == kind
-            }
+            for metric, value in found.items():
+                kind, slash, rest = metric.partition("/")
+                if kind in (LOSS, BITS):
+                    row[f"{kind}/{name}{slash}{rest}"] = value
         return row
 
 
@@ -204,21 +192,14 @@ def evaluate_sources(
     model: Model, sources: Mapping[str, Iterable[MicroBatch]], mesh: Mesh, token_bytes: np.ndarray | None = None
 ) -> dict[str, float | int]:
     """Validation metrics: `validation_loss` over all sources, and for a mixture `validation_loss/NAME` of each source.
-
-    `sources` maps names to this data rank's share of each split. With the bytes of each token [vocab], the metrics have
-    bits per byte, too.
-    """
+    `sources` are this data rank's shares of splits. With `token_bytes` [vocab], also bits per byte."""
     found = {name: evaluate(model, batches, mesh, token_bytes) for name, batches in sources.items()}
-    tokens = sum(result.tokens for result in found.values())
-    total = sum(result.loss * result.tokens for result in found.values() if result.tokens)
+    results = [*found.values()]
+    tokens, text_bytes = sum(each.tokens for each in results), sum(each.text_bytes for each in results)
+    total = sum(each.loss * each.tokens for each in results if each.tokens)
     # The loss of a single source is not rounded by multiplying and dividing.
-    whole = (
-        next(iter(found.values()))
-        if len(found) == 1
-        else ValidationResult(
-            total / tokens if tokens else math.nan, tokens, sum(result.text_bytes for result in found.values())
-        )
-    )
+    mean = ValidationResult(total / tokens if tokens else math.nan, tokens, text_bytes)
+    whole = results[0] if len(results) == 1 else mean
     perplexity = {"validation_perplexity": whole.perplexity} if getattr(model.objective, "has_perplexity", True) else {}
     each = found if len(found) > 1 else {}
     bits = {"": whole, **{f"/{name}": result for name, result in each.items()}}

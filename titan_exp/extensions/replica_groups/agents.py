@@ -1,9 +1,7 @@
-"""Agent of a replica group in a SLURM job: a child of the group's rank 0 that ends together with it.
-
-`python -m titan_exp.extensions.replica_groups.agents RUN_FOLDER ATTEMPT LOGS NUMBER PORT PORT` forwards to the
-lighthouse, serves it if no other group does, and tells other groups that this one lives. It prints its ports; a port of
-0 asks for a free one.
-"""
+"""Agent of a replica group in a SLURM job: a child of the group's rank 0 that ends together with it. `python -m
+titan_exp.extensions.replica_groups.agents RUN_FOLDER ATTEMPT LOGS NUMBER PORT PORT` forwards to the lighthouse, serves
+it if no other group does, and tells other groups that this one lives. It prints its ports; a port of 0 asks for a free
+one."""
 
 import contextlib
 import os
@@ -15,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
@@ -81,27 +80,23 @@ def main(arguments: Sequence[str]) -> int:
     cluster, shared = cluster_of(load_experiment(folder.config, trust=True)), folder.attempt_logs(attempt)
     forwarder, life_sign = Forwarder(ports[0], lambda: lighthouse_address(shared)), LifeSign(ports[1], logs)
     print(forwarder.port, life_sign.port, flush=True)
-    candidate = Candidate(
-        shared, number, cluster, lambda: record_event(folder, attempt, event="lighthouse started", group=number)
-    )
+    started = partial(record_event, folder, attempt, event="lighthouse started", group=number)
+    candidate = Candidate(shared, number, cluster, started)
     over_since: float | None = None
     while os.getppid() == parent:
         try:
             if not candidate.poll():
                 return 1  # its lighthouse ends with it; rank 0 starts it again
             forwarder.drop_others(lighthouse_address(shared))
-            over_since = (over_since or time.monotonic()) if _is_over(folder, attempt) else None
+            newest = folder.read_attempts()[-1]
+            is_over = newest.attempt != attempt or newest.end is not None
+            over_since = (over_since or time.monotonic()) if is_over else None
         except (OSError, UserError) as error:  # a network disk may be away for a while
             print(f"agent of replica group {number}: {error}", file=sys.stderr, flush=True)
         if over_since is not None and time.monotonic() - over_since > END_LIMIT:
             return STOPPED
         time.sleep(POLL_INTERVAL)
     return 0
-
-
-def _is_over(folder: RunFolder, attempt: int) -> bool:
-    newest = folder.read_attempts()[-1]
-    return newest.attempt != attempt or newest.end is not None
 
 
 class Server(ABC):
@@ -117,20 +112,18 @@ class Server(ABC):
         """Serve one connection; it is closed afterwards."""
 
     def _accept(self) -> None:
+        def serve(connection: socket.socket) -> None:
+            with contextlib.suppress(OSError), connection:
+                self.handle(connection)
+
         while True:
             connection, _ = self._listener.accept()
-            threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
-
-    def _handle(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            self.handle(connection)
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
 
 class Forwarder(Server):
-    """Forwards local connections to the lighthouse's present address, which `address` returns.
-
-    torchft's servers keep the address with which they were created, and reconnect when a connection breaks.
-    """
+    """Forwards local connections to the lighthouse's present address, which `address` returns. torchft's servers keep
+    the address with which they were created, and reconnect when a connection breaks."""
 
     def __init__(self, port: int, address: Callable[[], tuple[str, int] | None]) -> None:
         self._address = address
@@ -171,7 +164,6 @@ class LifeSign(Server):
         super().__init__("0.0.0.0", port)
 
     def handle(self, connection: socket.socket) -> None:
-        """Send the name."""
         connection.sendall(self._name.encode())
 
 

@@ -24,24 +24,24 @@ from titan_exp.extensions.replica_groups.semi_sync import SemiSync
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.fsdp import free_gathered
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.commit import Commit, Flags, Training
+from titan_exp.trainer.commit import Commit, Flags
 from titan_exp.trainer.experts import counts_of, load_numbers
 from titan_exp.trainer.metrics import Numbers, Row, StepResult
 from titan_exp.trainer.objective import Reduction, token_counts
 from titan_exp.trainer.restore import adopt_progress
 from titan_exp.trainer.train_step import StepRefused
+from titan_exp.trainer.trainer import Trainer
 from titan_exp.trainer.updates import Routing
 
 STOP, SAVE = "stop requested", "checkpoint asked for"
 
 
 class GroupCommit(Commit):
-    """Replica groups that divide the micro-batches of every step, sum their gradients, and commit the step or repeat
-    it."""
+    """Groups that divide the micro-batches of every step, sum their gradients, and commit or repeat the step."""
 
     sums = True
 
-    def __init__(self, trainer: Training, *, by_number: bool = False) -> None:
+    def __init__(self, trainer: Trainer, *, by_number: bool = False) -> None:
         super().__init__(trainer)
         cluster = cluster_of(trainer.experiment)
         self._groups = build_replica_groups(cluster, trainer.mesh, trainer.folder, by_number=by_number)
@@ -62,9 +62,7 @@ class GroupCommit(Commit):
         return not self.restores and bool(trainer.checkpointer.from_leader(known_step(trainer.folder)))
 
     def meet(self) -> Flags | None:
-        """Wait for the groups of the next step, and heal or let others heal."""
         self._join()
-        return None
 
     def divide(
         self, step: int, batches: Sequence[MicroBatch], flags: Flags
@@ -92,7 +90,6 @@ class GroupCommit(Commit):
         return sums
 
     def rows(self, numbers: Callable[[], Numbers], *, due: bool) -> list[Row]:
-        """Rows of the committed steps, which also have numbers of the groups."""
         rows = super().rows(numbers, due=due)
         for row in rows:
             if row.row is not None:
@@ -110,11 +107,9 @@ class GroupCommit(Commit):
         return True
 
     def leave(self) -> None:
-        """Meet the groups that wait for the end of training."""
         self._join()
 
     def _join(self) -> None:
-        """Wait for the groups of the next step, and heal or let others heal."""
         trainer, groups = self._trainer, self._groups
         quorum = groups.join(trainer.step, self._position)
         while (quorum.behind or quorum.source is not None) and not self._heal(behind=quorum.source is not None):
@@ -132,8 +127,7 @@ class GroupCommit(Commit):
         return None
 
     def _heal(self, *, behind: bool) -> bool:
-        """Send the state to groups that are behind, or take over another group's state. Returns False if that did not
-        arrive."""
+        """Send the state to groups that are behind, or take over another's; returns False if that did not arrive."""
         trainer, groups = self._trainer, self._groups
         parts, optimizer = trainer.model.parts, trainer.optimizer
         free_gathered(parts)
@@ -167,7 +161,7 @@ class SemiSyncCommit(GroupCommit):
 
     sums = False
 
-    def __init__(self, trainer: Training) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer, by_number=True)
         self._config = semi_sync_of(trainer.experiment)
         self._outer: OuterOptimizer = next(part.outer for part in trainer.parts if isinstance(part, OuterSteps))
@@ -189,15 +183,9 @@ class SemiSyncCommit(GroupCommit):
 
     def restored(self) -> None:
         """Begin a round with the state of a checkpoint and this group's own optimizer state."""
-        trainer = self._trainer
-        self._semi_sync = SemiSync(
-            self._config,
-            self._groups,
-            self._outer,
-            trainer.mesh,
-            trainer.report.reducer.reductions,
-            buffers=persistent_buffers(trainer.model.parts),
-        )
+        trainer, buffers = self._trainer, persistent_buffers(self._trainer.model.parts)
+        reductions = trainer.report.reducer.reductions
+        self._semi_sync = SemiSync(self._config, self._groups, self._outer, trainer.mesh, reductions, buffers=buffers)
         self._semi_sync.begin(trainer.step, trainer.tokens)
         if trainer.step:
             self._load_own_state()
@@ -224,7 +212,7 @@ class SemiSyncCommit(GroupCommit):
         semi_sync.add_step(self._batch_tokens, stop=self._flags.stop, save=save)
         if logs:
             share = trainer.report.share(trainer.step, trainer.tokens, result, lr=trainer.lr)
-            values = share.values | ({} if share.row is None else load_numbers(trainer.report.expert_counts()))
+            values = share.values | ({} if share.row is None else load_numbers(trainer.report.experts.counts()))
             semi_sync.add_row(values, share.row, result.tokens)
         return self._synchronize() if semi_sync.due(trainer.step) else None
 
@@ -242,7 +230,6 @@ class SemiSyncCommit(GroupCommit):
         self._semi_sync.collect_states(self._trainer.model.parts, self._trainer.optimizer)
 
     def resume(self, flags: Flags) -> None:
-        """Continue training with this group's own weights."""
         if self._trainer.is_over:
             return
         self._semi_sync.states = {}  # the save has copies of them
@@ -250,7 +237,6 @@ class SemiSyncCommit(GroupCommit):
             self._use_agreed_weights(False)
 
     def progress(self) -> dict[str, Any]:
-        """Progress: the group that writes, and the round."""
         return {WRITER: self._groups.group.number, "semi_sync": self._semi_sync.progress()}
 
     def _synchronize(self) -> Flags | None:
@@ -266,12 +252,12 @@ class SemiSyncCommit(GroupCommit):
                 semi_sync.send(trainer.step)
             if not semi_sync.applies(trainer.step):
                 return None
-            agreement = semi_sync.apply(trainer.step)
-            if agreement is not None:
+            flags = semi_sync.apply(trainer.step)
+            if flags is not None:
                 break
         trainer.tokens = semi_sync.tokens
         self._use_agreed_weights(True)
-        return Flags(agreement.stop, agreement.save)
+        return flags
 
     def _use_agreed_weights(self, agreed: bool) -> None:
         """Put the outer optimizer's weights in place for evaluation, save and export, if this group trains others."""
@@ -292,16 +278,14 @@ class SemiSyncCommit(GroupCommit):
             self._load_own_state()
 
     def _load_own_state(self) -> None:
-        """Load this group's own state from the checkpoint after a step. Without one, the group keeps another group's
-        state."""
+        """Load this group's own state from the step's checkpoint. Without one, it keeps another group's state."""
         trainer, number = self._trainer, self._groups.group.number
         path = trainer.checkpointer.folder.path_of(trainer.step)
         saved = trainer.checkpointer.from_leader(path.exists())
         weights, parts = self._config.keeps_own_weights, trainer.model.parts
         if not saved or not load_own_state(path, number, parts, trainer.optimizer, weights=weights):
-            get_logger().warning(
-                "group %d begins after step %d with another group's optimizer state", number, trainer.step
-            )
+            text = "group %d begins after step %d with another group's optimizer state"
+            get_logger().warning(text, number, trainer.step)
         self._outer.after_move()
 
 

@@ -145,8 +145,7 @@ def asked(experiment: "Experiment") -> bool:
 
 
 def fragments_of(names: Iterable[str], config: SemiSyncConfig, blocks: int) -> dict[str, int]:
-    """Fragment of each parameter in streaming DiLoCo. Names are full names in the model's order, with blocks at
-    `blocks.NUMBER`."""
+    """Fragment of each parameter in streaming DiLoCo, by full names in the model's order (`blocks.NUMBER...`)."""
     block, found = 0, {}
     for name in names:
         first, _, rest = name.partition(".")

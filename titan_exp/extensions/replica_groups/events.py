@@ -1,7 +1,5 @@
-"""groups.jsonl: starts and ends of replica groups and of the lighthouse, and the quorums between them.
-
-Its readers are the replay of a history, the summary in tables, and the console.
-"""
+"""groups.jsonl: starts and ends of replica groups and of the lighthouse, and the quorums between them. Its readers are
+the replay of a history, the summary in tables, and the console."""
 
 import contextlib
 import json
@@ -43,8 +41,7 @@ class ReplicaGroup(World):
 
 
 def replica_id(group: ReplicaGroup, joined: float) -> str:
-    """Name in quorums of a group that first joined at a Unix time. Names sort by that time, so the oldest living group
-    comes first in every quorum, and no name is given twice."""
+    """Name in quorums of a group that first joined at a Unix time. They sort by age, and none is given twice."""
     return f"{int(joined * 1e6):018d}-{group.start}-{group.number}"
 
 
@@ -71,14 +68,13 @@ class Quorum(GroupEvent):
 
 
 class OfGroup(GroupEvent):
-    """Fields of an event of one group."""
+    """Fields of an event of one group: all others but `lighthouse started`."""
 
     group: int
     start: NotRequired[int]
 
 
 KINDS = {"quorum": Quorum, "lighthouse started": GroupEvent}
-"""Fields by event; all other events are of one group."""
 
 
 def record_event(folder: RunFolder, attempt: int, *, event: str, **fields: Any) -> None:
@@ -119,11 +115,8 @@ def _path(folder: RunFolder) -> Path:
 
 class GroupHistory:
     """Number of groups that divided each step that a run kept. Steps after the last quorum are divided like the last
-    one.
-
-    Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups hold the same weights. So the number
-    of groups, not their names, determines the sums of a step, bit by bit.
-    """
+    one. Group j of n takes the micro-batches j, j + n, j + 2n and so on, and all groups hold the same weights. So the
+    number of groups, not their names, determines the sums of a step, bit by bit."""
 
     def __init__(self, run_folder: str | Path) -> None:
         self._path = Path(run_folder).expanduser()
@@ -158,9 +151,7 @@ class GroupSummary(WorldsSummary):
     """Summary of a run's replica groups, over all attempts."""
 
     living: int
-    """Number of groups in the newest quorum."""
     groups: int
-    """Number of all groups."""
     quorum: int | None
     """Number of the newest quorum; None before the first."""
     heals: int
@@ -168,8 +159,7 @@ class GroupSummary(WorldsSummary):
     stall: float
     """Seconds that training waited for other groups or computed a step again."""
     restarts: float
-    """Seconds from starts of the whole fleet to their first quorums, plus the steps computed again, over all attempts
-    but the first."""
+    """Seconds from later attempts' starts to their first quorums, plus those of steps computed again."""
 
     @property
     def lost(self) -> float:
@@ -193,25 +183,20 @@ def summarize_groups(folder: RunFolder) -> GroupSummary | None:
         return None
     quorums = [event for event in events if event["event"] == "quorum"]
     newest = quorums[-1] if quorums else {"groups": [], "quorum": None}
-    rows = read_metrics(folder.metrics)
-    stalls = [float(stall or 0.0) for stall in rows.column("stall")]
+    stalls = [float(stall or 0.0) for stall in read_metrics(folder.metrics).column("stall")]
+    starts = {attempt.attempt: attempt.start or attempt.intent for attempt in folder.read_attempts()[1:]}
+    first: dict[int, float] = {}
+    for event in quorums:
+        first.setdefault(event["attempt"], event["time"])
+    restarts = sum(max(0.0, first[number] - start) for number, start in starts.items() if number in first)
     return GroupSummary(
         living=len(newest["groups"]),
         groups=len({event["group"] for event in events if event["event"] == "started"}),
         quorum=newest["quorum"],
         heals=sum(len(event["joined"]) for event in quorums if event["step"]),
         stall=sum(stalls),
-        restarts=_restart_seconds(folder, quorums) + _repeated_seconds(folder),
+        restarts=restarts + _repeated_seconds(folder),
     )
-
-
-def _restart_seconds(folder: RunFolder, quorums: list[dict[str, Any]]) -> float:
-    """Seconds from the starts of attempts after the first to their first quorums."""
-    starts = {attempt.attempt: attempt.start or attempt.intent for attempt in folder.read_attempts()[1:]}
-    first: dict[int, float] = {}
-    for event in quorums:
-        first.setdefault(event["attempt"], event["time"])
-    return sum(max(0.0, first[number] - start) for number, start in starts.items() if number in first)
 
 
 def _repeated_seconds(folder: RunFolder) -> float:

@@ -1,9 +1,6 @@
 """Replica groups: the living groups divide the sequences of a step, sum their gradients, and commit the step or repeat
-it.
-
-The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step; with a
-pipeline, it takes passes.
-"""
+it. The work is divided, not the data: group j of n takes the micro-batches j, j + n, j + 2n and so on of every step;
+with a pipeline, it takes passes."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,16 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from titan_exp.checkpoint import optimizer_state
-from titan_exp.checkpoint.load_state import (
-    MODEL_PREFIX,
-    decode_json,
-    encode_json,
-    load_optimizer_state,
-    model_state_dict,
-    read_progress,
-    sync_tied_state,
-)
+from titan_exp.checkpoint import load_state, optimizer_state
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_reader import load_into, tensor_shapes
 from titan_exp.config.errors.user_error import UserError
@@ -64,7 +52,6 @@ class ReplicaGroups:
         self._lost_since = time.monotonic()
         """Time from which work is lost if the commit is refused."""
         self.quorum: Quorum | None = None
-        """Quorum of the step being trained; None before the first."""
         self.stall = 0.0
         """Seconds since the last row that were spent waiting for other groups and on refused steps."""
         self.changed = False
@@ -74,8 +61,7 @@ class ReplicaGroups:
 
     @cached_property
     def _client(self) -> QuorumClient:
-        """Quorum client, connected at the first `join`, because the others wait for every group that has a
-        heartbeat."""
+        """Quorum client, connected at the first `join`: others wait for every group with a heartbeat."""
         return QuorumClient(self.group, self._cluster, self._mesh, by_number=self._by_number)
 
     @cached_property
@@ -116,11 +102,8 @@ class ReplicaGroups:
 
     def join(self, step: int, position: int | None = None) -> Quorum:
         """Wait for the quorum of the step after `step`, which is the last step that this group has committed. Groups
-        with a smaller `position`, by default the step, are behind.
-
-        Raises:
-            UserError: no living group offers a state, and the run knows a later step or this group has a part of one.
-        """
+        with a smaller `position`, by default the step, are behind. Raises UserError if no living group offers a state,
+        and the run knows a later step or this group has a part of one."""
         began, before = time.monotonic(), self.quorum
         if not self._has_state:
             step = position = 0
@@ -155,9 +138,8 @@ class ReplicaGroups:
         self.joined = [group_number(member) for member in quorum.members if member not in known_members]
         self.joined += [self.group.number] if returns else []
         if self._error is not None:
-            get_logger().warning(
-                "step %d: could not connect to the other groups (%s)", step + 1, _first_line(self._error)
-            )
+            text = "step %d: could not connect to the other groups (%s)"
+            get_logger().warning(text, step + 1, _first_line(self._error))
         return quorum
 
     def share(self, items: Sequence[T], unit: int) -> list[T]:
@@ -168,11 +150,10 @@ class ReplicaGroups:
         return [item for start in range(first, len(items), stride) for item in items[start : start + unit]]
 
     def send_state(self, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Send the state after the last committed step to the groups that are behind. A failure makes the step
-        refused."""
+        """Send the state after the last committed step to groups that are behind. A failure refuses the step."""
         assert self.quorum is not None
         for rank in self.quorum.behind:
-            self._attempt(lambda rank=rank: self._send(rank, progress, tensors))
+            self.send_tensors(rank, progress, tensors)
 
     def receive_state(self, prepare: Callable[[Any], Sequence[Tensor]]) -> Any:
         """Receive a living group's state into the tensors that `prepare` returns for its progress; returns the
@@ -207,8 +188,7 @@ class ReplicaGroups:
         self.all_reduce([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> float:
-        """Sum tensors over the groups, in place; returns the bytes that this rank has sent. A failure leaves them
-        undefined and refuses the work that they are for."""
+        """Sum tensors over the groups, in place; returns the bytes sent. A failure refuses their work."""
         sent = 0.0
 
         def reduce(flat: Tensor) -> None:
@@ -222,13 +202,16 @@ class ReplicaGroups:
     def start_all_reduce(self, tensors: Iterable[Tensor]) -> AsyncAllReduce:
         """Start to sum tensors over the groups in the background; the tensors themselves stay unchanged. Until
         `finish_all_reduce`, the quorum does not change, and no other collective can refuse the work."""
+
+        def begin(tensor: Tensor) -> Any:
+            return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
+
         started = AsyncAllReduce()
-        self._attempt(lambda: started.start(tensors, self._begin_all_reduce))
+        self._attempt(lambda: started.start(tensors, begin))
         return started
 
     def finish_all_reduce(self, started: AsyncAllReduce) -> float:
-        """Wait for a started all-reduce; returns the bytes that this rank has sent. A failure leaves the sums undefined
-        and refuses the work that they are for."""
+        """Wait for a started all-reduce; returns the bytes sent. A failure refuses the work that it is for."""
         self._lost_since = time.monotonic()
         self._attempt(started.wait)
         return ring_bytes(started.summed_bytes, self.size)
@@ -240,26 +223,22 @@ class ReplicaGroups:
         return bool(flags > 0)
 
     def send_tensors(self, rank: int, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Send tensors and their description to a member, which calls `receive_tensors`. Only the receiver notices a
-        failure."""
+        """Send tensors to a member, which calls `receive_tensors`. Only the receiver notices a failure."""
         self._attempt(lambda: self._send(rank, description, tensors))
 
     def receive_tensors(self, rank: int, prepare: Callable[[Any], Sequence[Tensor]]) -> bool:
-        """Receive tensors from a member into the tensors that `prepare` returns for their description; False if they
-        did not arrive."""
+        """Receive tensors into those that `prepare` returns for their description; False if they did not arrive."""
         self._attempt(lambda: self._receive(rank, prepare(self._receive_header(rank))))
         return self._error is None
 
     def reduce_scalars(self, values: Mapping[str, Tensor | float], reductions: Mapping[str, Reduction]) -> Any:
-        """Reduce scalars over the groups, in fp64 and by the same names: sums, or maxima where `reductions` says
-        `max`."""
+        """Reduce scalars over the groups in fp64, by name: sums, or maxima where `reductions` says `max`."""
         rows = self._gather_rows(torch.tensor([float(value) for value in values.values()], dtype=torch.float64))
         columns = zip(values, rows.unbind(1), strict=True)
         return {name: row.amax() if reductions.get(name) == "max" else row.sum() for name, row in columns}
 
     def reduce_maxima(self, tensors: Sequence[Tensor]) -> None:
-        """Take maxima of tensors of one dtype over the groups, in place. A failure leaves them undefined and refuses
-        the step."""
+        """Maxima of tensors of one dtype over the groups, in place. A failure refuses the step."""
         if tensors:
             largest = self._gather_rows(torch.cat([tensor.flatten() for tensor in tensors]).cpu()).amax(0)
             sizes = [tensor.numel() for tensor in tensors]
@@ -267,8 +246,7 @@ class ReplicaGroups:
                 tensor.copy_(part.view_as(tensor))
 
     def _gather_rows(self, row: Tensor) -> Tensor:
-        """Gather the rows of all groups that divide the step, in host memory. Each fills its own row, so that all
-        reduce rows in the same order."""
+        """Gather the rows of all groups that divide the step, so that all reduce them in the same order."""
         assert self.quorum is not None
         rows = row.new_zeros(self.quorum.shares, len(row))
         if self.quorum.rank < self.quorum.shares:
@@ -309,7 +287,7 @@ class ReplicaGroups:
         return values[0]
 
     def _send(self, rank: int, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        header, group, peer = encode_json(progress), self._client.process_group, self._client.order[rank]
+        header, group, peer = load_state.encode_json(progress), self._client.process_group, self._client.order[rank]
         group.send([torch.tensor([header.numel()])], peer, 0).wait()
         group.send([header], peer, 0).wait()
         exchange(tensors, lambda flat: group.send([flat], peer, 0).wait(), write_back=False)
@@ -320,7 +298,7 @@ class ReplicaGroups:
         group.recv([size], peer, 0).wait()
         header = torch.zeros(int(size), dtype=torch.uint8)
         group.recv([header], peer, 0).wait()
-        return decode_json(header)
+        return load_state.decode_json(header)
 
     def _receive(self, rank: int, tensors: Sequence[Tensor]) -> None:
         group, peer = self._client.process_group, self._client.order[rank]
@@ -339,12 +317,8 @@ class ReplicaGroups:
             client.first_groups.allreduce([tensor], ReduceOp.SUM).wait()
         client.process_group.broadcast(tensor, 0).wait()
 
-    def _begin_all_reduce(self, tensor: Tensor) -> Any:
-        return None if self.size == 1 else self._client.process_group.allreduce([tensor], ReduceOp.SUM)
-
     def _attempt(self, operation: Any) -> None:
-        """Run a collective, unless one has already failed in this step. Errors of this rank's own device do not make
-        the others repeat a step."""
+        """Run a collective unless one has failed in this step. Errors of this rank's device end the run."""
         if self._error is None:
             try:
                 operation()
@@ -394,28 +368,21 @@ Description = dict[str, Any]
 """Description, as JSON: shapes and dtypes of a rank's tensors by key, and its optimizer's values."""
 
 
-def inner_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of the inner optimizer by key, not copied, in an order that is the same in all groups."""
-    state = optimizer_state.optimizer_state_dict(parts, optimizer)
-    return {key: state[key] for key in sorted(state) if not key.endswith((f".{KEPT}", f".{MOMENTUM}"))}
-
-
 def own_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool) -> dict[str, Tensor]:
-    """State that differs between groups, not copied: the inner optimizer's, and this group's `weights` if the outer
-    optimizer has swapped them."""
-    own = inner_state(parts, optimizer)
-    if weights:
-        state = optimizer_state.optimizer_state_dict(parts, optimizer)
-        for key in sorted(state):
-            if key.endswith(f".{KEPT}"):
-                name = key.removeprefix(optimizer_state.OPTIMIZER_PREFIX).removesuffix(f".{KEPT}")
-                own[f"{MODEL_PREFIX}{name}"] = state[key]
+    """State that differs between groups, not copied, in one order: the inner optimizer's, and swapped-out `weights`."""
+    state, kept = optimizer_state.optimizer_state_dict(parts, optimizer), f".{KEPT}"
+    own = {key: state[key] for key in sorted(state) if not key.endswith((kept, f".{MOMENTUM}"))}
+    for key in [key for key in sorted(state) if key.endswith(kept)] if weights else ():
+        name = key.removeprefix(optimizer_state.OPTIMIZER_PREFIX).removesuffix(kept)
+        own[f"{load_state.MODEL_PREFIX}{name}"] = state[key]
     return own
 
 
 def own_weights(own: Mapping[str, Tensor], group: int) -> dict[str, Tensor]:
     """A group's own weights in its `own_state`, by their keys in a checkpoint."""
-    return {f"{GROUP_PREFIX}{group}.{key}": value for key, value in own.items() if key.startswith(MODEL_PREFIX)}
+    return {
+        f"{GROUP_PREFIX}{group}.{key}": value for key, value in own.items() if key.startswith(load_state.MODEL_PREFIX)
+    }
 
 
 def described(
@@ -429,38 +396,31 @@ def described(
 def empty_state(
     parts: Sequence[nn.Module], own: Mapping[str, Tensor], group: int, description: Description
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Allocate tensors for the described state of another group, placed like this group's `own`, and its values, both
-    by their keys in a checkpoint."""
-    tensors, prefix = (
-        optimizer_state.empty_tensors(parts, own, _described_tensors(description)),
-        f"{GROUP_PREFIX}{group}.",
-    )
-    values = {
-        f"{prefix}{optimizer_state.VALUES_PREFIX}{key}": encode_json(value)
-        for key, value in description["values"].items()
-    }
-    return {f"{prefix}{key}": value for key, value in tensors.items()}, values
+    """Tensors and values of another group's described state by checkpoint key, placed like this group's `own`."""
+    prefix, tensors = f"{GROUP_PREFIX}{group}.", _described_tensors(description)
+    tensors = optimizer_state.empty_tensors(parts, own, tensors)
+    values = {f"{optimizer_state.VALUES_PREFIX}{key}": value for key, value in description["values"].items()}
+    encoded = {f"{prefix}{key}": load_state.encode_json(value) for key, value in values.items()}
+    return {f"{prefix}{key}": value for key, value in tensors.items()}, encoded
 
 
 def healing_state(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, description: Description | None = None
 ) -> dict[str, Tensor]:
-    """A rank's whole state by key, not copied, in an order that is the same in all groups. A group that heals first
-    gives its optimizer's state the form of the sender's `description`."""
+    """A rank's whole state by key, not copied, in one order, after the optimizer's took the form of a `description`."""
     if description is not None:
         tensors = _described_tensors(description)
         saved = {key: tensor for key, tensor in tensors.items() if key.startswith(optimizer_state.OPTIMIZER_PREFIX)}
         optimizer_state.prepare_optimizer_state(parts, optimizer, saved, description["values"], whole=True)
-    state = {**model_state_dict(parts), **optimizer_state.optimizer_state_dict(parts, optimizer)}
+    state = {**load_state.model_state_dict(parts), **optimizer_state.optimizer_state_dict(parts, optimizer)}
     return {key: state[key] for key in (sorted(state) if description is None else description["tensors"])}
 
 
 def load_own_state(
     path: Path, group: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, weights: bool
 ) -> bool:
-    """Load a group's state, saved in any layout, into its optimizer, and its own `weights` into the model; False if the
-    checkpoint has no state of that group."""
-    prefix = "" if read_progress(path).get(WRITER) == group else f"{GROUP_PREFIX}{group}."
+    """Load a group's optimizer state and own `weights`, saved in any layout; False if the checkpoint has none."""
+    prefix = "" if load_state.read_progress(path).get(WRITER) == group else f"{GROUP_PREFIX}{group}."
     shapes = tensor_shapes(path)
     if not any(key.startswith(f"{prefix}{optimizer_state.OPTIMIZER_PREFIX}") for key in shapes):
         return False
@@ -468,19 +428,16 @@ def load_own_state(
     if weights:
         if not optimizer.state:
             optimizer_state.init_optimizer_state(parts, optimizer)
-        kept, model = own_state(parts, optimizer, weights=True), model_state_dict(parts)
+        kept, model = own_state(parts, optimizer, weights=True), load_state.model_state_dict(parts)
         trained = own_weights({key: model[key] for key in kept if key in model}, group)
     if not trained.keys() <= shapes.keys():
         return False
-    load_optimizer_state(path, parts, optimizer, prefix)
+    load_state.load_optimizer_state(path, parts, optimizer, prefix)
     load_into(path, trained)
-    sync_tied_state(parts, optimizer)
+    load_state.sync_tied_state(parts, optimizer)
     return True
 
 
 def _described_tensors(description: Description) -> dict[str, optimizer_state.SavedTensor]:
-    kinds = description["tensors"]
-    return {
-        key: optimizer_state.SavedTensor(torch.Size(shape), getattr(torch, dtype))
-        for key, (shape, dtype) in kinds.items()
-    }
+    kinds = {key: (torch.Size(shape), getattr(torch, dtype)) for key, (shape, dtype) in description["tensors"].items()}
+    return {key: optimizer_state.SavedTensor(*kind) for key, kind in kinds.items()}

@@ -21,8 +21,7 @@ from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder
 MAX_RESTARTS = 3
 """Number of consecutive starts of a group that end before it trains, after which it stays away."""
 END_LIMIT = 10.0
-"""Seconds that the other groups have to end once one has ended without a failure; a newcomer would have no group to
-heal from."""
+"""Seconds that other groups have to end once one has finished; a newcomer has no group to heal from."""
 SLURM = "titan_exp.extensions.replica_groups.launch_slurm"
 
 
@@ -38,7 +37,6 @@ class GroupLaunch(Worlds):
     )
 
     def supervise(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> Processes:
-        """Supervise all groups and one lighthouse."""
         return LocalReplicaGroups(layout, folder, attempt)
 
     def join(self, folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
@@ -48,7 +46,6 @@ class GroupLaunch(Worlds):
         return join_group(folder, rank, number)
 
     def summarize(self, folder: RunFolder) -> events.GroupSummary | None:
-        """Summary of the events in groups.jsonl."""
         return events.summarize_groups(folder)
 
 
@@ -59,11 +56,9 @@ class _Slot:
     number: int
     ranks: LocalRanks | None = None
     started: float = 0.0
-    """Unix time of the last start."""
     result: AttemptResult | None = None
     """Result of the newest start that the launcher did not kill."""
     ended: float = 0.0
-    """Unix time of that result."""
     failed_starts: int = 0
     """Number of consecutive starts that ended before the group was in a quorum."""
     given_up: bool = False
@@ -112,7 +107,13 @@ class LocalReplicaGroups(Processes):
         if self._killed or self._over_since is not None:
             return not any(slot.ranks is not None for slot in self._slots)
         able = [slot for slot in self._slots if not slot.given_up]
-        if len(able) < self._cluster.min_groups or self._fleet_is_dead():
+        # If groups have trained and none of them is left, newcomers have no state to take over.
+        is_dead = (
+            any(slot.result is not None for slot in self._slots)
+            and any(event["event"] == "quorum" for event in self._events())
+            and not any(slot.ranks is not None and self._has_trained(slot) for slot in self._slots)
+        )
+        if len(able) < self._cluster.min_groups or is_dead:
             self.kill()
             return True
         for slot in able:
@@ -121,11 +122,9 @@ class LocalReplicaGroups(Processes):
         return False
 
     def news(self) -> Iterator[str]:
-        """Lines of new events."""
         return self._lines.lines()
 
     def kill(self) -> None:
-        """Kill all ranks of all groups."""
         self._killed = True
         for slot in self._slots:
             if slot.ranks is not None:
@@ -134,7 +133,6 @@ class LocalReplicaGroups(Processes):
                 slot.ranks = None
 
     def close(self) -> None:
-        """Kill remaining ranks and the lighthouse."""
         self.kill()
         self._lighthouse.close()
 
@@ -160,7 +158,8 @@ class LocalReplicaGroups(Processes):
             slot.failed_starts += 1
             self._record("not started", group=slot.number, reason=error.strerror or str(error))
             if slot.failed_starts > MAX_RESTARTS:
-                self._give_up(slot)
+                slot.given_up = True
+                self._record("given up", group=slot.number)
 
     def _end(self, slot: _Slot) -> None:
         """Record the end of a group's ranks, and decide whether to restart it."""
@@ -175,20 +174,8 @@ class LocalReplicaGroups(Processes):
         # A user's error would come again, and a hang usually does.
         final = result.exit_code in (UserError.exit_code, HUNG) or slot.failed_starts > MAX_RESTARTS
         if result.state == "failed" and final:
-            self._give_up(slot)
-        slot.given_up = slot.given_up or result.state != "failed"
-
-    def _give_up(self, slot: _Slot) -> None:
-        """Leave a group out for the rest of the attempt."""
-        slot.given_up = True
-        self._record("given up", group=slot.number)
-
-    def _fleet_is_dead(self) -> bool:
-        """True if groups have trained and none of them is left, because newcomers have no state to take over."""
-        if all(slot.result is None for slot in self._slots):
-            return False
-        trained = any(event["event"] == "quorum" for event in self._events())
-        return trained and not any(slot.ranks is not None and self._has_trained(slot) for slot in self._slots)
+            self._record("given up", group=slot.number)
+        slot.given_up = slot.given_up or final or result.state != "failed"
 
     def _has_trained(self, slot: _Slot) -> bool:
         """True if the group's newest start was in a quorum."""

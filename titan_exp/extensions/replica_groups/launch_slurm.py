@@ -1,9 +1,8 @@
-"""Replica groups as tasks of one SLURM array: start, life and end of a group that has its own job.
+"""Replica groups as tasks of one SLURM array: start, life and end of a group that has its own job. `python -m
+titan_exp.extensions.replica_groups.launch_slurm leave RUN_FOLDER` decides about a group that SLURM is about to end, and
+`... epilogue RUN_FOLDER JOB CODE` is the epilogue of its batch script."""
 
-`python -m titan_exp.extensions.replica_groups.launch_slurm leave RUN_FOLDER` decides about a group that SLURM is about
-to end, and `... epilogue RUN_FOLDER JOB CODE` is the epilogue of its batch script.
-"""
-
+import contextlib
 import os
 import socket
 import sys
@@ -37,18 +36,14 @@ LOCK_LIMIT = 120.0
 START_LIMIT = 180.0
 """Seconds that other ranks wait for rank 0 to record the group's start."""
 PATIENCE = 3600.0
-"""Seconds that a newcomer waits for a group that may be loading the checkpoint. It gives up earlier if the fleet is
-dead."""
+"""Seconds that a newcomer waits for a group that may be loading the checkpoint, unless the fleet is dead."""
 NO_RECORD = "ended by the scheduler without a record (a node failed, or somebody requeued the job)"
 AWAY = "stays away"
 """Event for a group that is not requeued."""
 
 
 def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:
-    """Join the run's attempt as a rank of group `number`; returns the folder as its ranks see it, and the rank.
-
-    Raises UserError if the attempt is over, or the run was restarted.
-    """
+    """Join the attempt as a rank of group `number`; returns folder and rank. Raises UserError if it is over."""
     if rank.rank == 0:
         with groups_lock(folder):
             event = _open_start(folder, rank, number)
@@ -67,11 +62,8 @@ def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolde
 def _open_start(folder: RunFolder, rank: RankInfo, number: int) -> dict[str, Any]:
     attempt = _attempt(folder, rank)
     events = read_events(folder, attempt)
-    for event in unended(events):
-        if event["group"] == number:
-            record_event(
-                folder, attempt, event="ended", group=number, start=event["start"], exit=None, reason=NO_RECORD
-            )
+    for start in [event["start"] for event in unended(events) if event["group"] == number]:
+        record_event(folder, attempt, event="ended", group=number, start=start, exit=None, reason=NO_RECORD)
     starts, living = started(events), living_groups(events, besides=number)
     loader = next((event["loader"] for event in reversed(starts) if event["loader"] in living), number)
     group = World(number, len(starts))
@@ -79,19 +71,9 @@ def _open_start(folder: RunFolder, rank: RankInfo, number: int) -> dict[str, Any
     view.make_attempt_logs(attempt)
     ports = start_agent(folder, attempt, group.logs, number)
     publish_rendezvous(view, replace(rank, attempt=attempt), host=host)
-    record_event(
-        folder,
-        attempt,
-        event="started",
-        group=number,
-        start=group.start,
-        job_id=rank.job_id,
-        restarts=rank.restarts,
-        host=host,
-        agent=ports.life_sign,
-        lighthouse=f"http://127.0.0.1:{ports.lighthouse}",
-        loader=loader,
-    )
+    of_group = {"group": number, "start": group.start, "job_id": rank.job_id, "restarts": rank.restarts, "host": host}
+    of_agent = {"agent": ports.life_sign, "lighthouse": f"http://127.0.0.1:{ports.lighthouse}", "loader": loader}
+    record_event(folder, attempt, event="started", **of_group, **of_agent)
     return started(read_events(folder, attempt))[-1]
 
 
@@ -100,9 +82,8 @@ def _attempt(folder: RunFolder, rank: RankInfo) -> int:
     rows = folder.read_attempts()
     row = rows[-1] if rows else None
     if row is None or row.token != rank.token:
-        raise UserError(
-            f"{folder.path}: this run was started anew after job {rank.job_id} was submitted, so this job ends."
-        )
+        reason = f"this run was started anew after job {rank.job_id} was submitted"
+        raise UserError(f"{folder.path}: {reason}, so this job ends.")
     if row.end is not None:
         reason = f" ({row.reason})" if row.reason else ""
         raise UserError(f"{folder.path}: attempt {row.attempt} has ended{reason}, so job {rank.job_id} ends too.")
@@ -112,23 +93,13 @@ def _attempt(folder: RunFolder, rank: RankInfo) -> int:
         if not trained or living_groups(events):
             return row.attempt
         folder.update_attempt(row.attempt, end=time.time(), reason=f"all replica groups {NO_RECORD}")
-        row = _add_attempt(folder, row)
+        kept: Event = {"world_size": row.world_size, "job_id": row.job_id, "launched_by": row.launched_by}
+        row = folder.add_attempt(hosts=(), token=row.token, requeues=requeues_after(folder, row), **kept)
     if folder.stop.exists() and folder.stop.stat().st_mtime < row.intent:
         folder.clear_stop()
     known = {"job_id": rank.job_id.partition("_")[0], "hosts": rank.hosts, "restarts": rank.restarts}
     folder.update_attempt(row.attempt, **known, checkpoint=newest_checkpoint(folder), start=time.time())
     return row.attempt
-
-
-def _add_attempt(folder: RunFolder, row: Attempt) -> Attempt:
-    return folder.add_attempt(
-        world_size=row.world_size,
-        hosts=(),
-        job_id=row.job_id,
-        launched_by=row.launched_by,
-        token=row.token,
-        requeues=requeues_after(folder, row),
-    )
 
 
 def _await_start(folder: RunFolder, rank: RankInfo, number: int) -> dict[str, Any]:
@@ -183,17 +154,12 @@ def failed_starts(events: Sequence[Event], number: int) -> int:
 
 
 def _has_trained(events: Sequence[Event], start: Event) -> bool:
-    return any(
-        event["event"] == "quorum" and event["time"] >= start["time"] and start["group"] in event["groups"]
-        for event in _until_end(events, start)
-    )
-
-
-def _until_end(events: Sequence[Event], start: Event) -> list[Event]:
-    for place, event in enumerate(events):
+    for event in events:
         if event["event"] == "ended" and event["start"] == start["start"]:
-            return list(events[:place])
-    return list(events)
+            return False
+        if event["event"] == "quorum" and event["time"] >= start["time"] and start["group"] in event["groups"]:
+            return True
+    return False
 
 
 def _name(start: Event) -> str:
@@ -201,11 +167,8 @@ def _name(start: Event) -> str:
 
 
 def leave(arguments: Sequence[str]) -> int:
-    """Return 0 if this job's group leaves alone, 1 if the run should stop. The argument is the run folder.
-
-    It leaves alone if other groups train on, since they need none of its state. The last group asks the run to save and
-    stop.
-    """
+    """Return 0 if this job's group leaves alone, 1 if the run should stop. The argument is the run folder. It leaves
+    alone if other groups train on, since they need none of its state. The last group asks the run to save and stop."""
     folder, number = RunFolder(arguments[0]), int(os.environ[GROUP])
     with groups_lock(folder):
         attempt = folder.read_attempts()[-1].attempt
@@ -220,11 +183,9 @@ def leave(arguments: Sequence[str]) -> int:
 
 
 def epilogue(arguments: Sequence[str]) -> int:
-    """Record the end of this job's start of its group; returns 85 to requeue the job, else its exit code.
-
-    `arguments` are the run folder, the job id and srun's exit code. While another group lives, this one is requeued
-    alone. The run's attempt is closed only if the group has finished, or no other lives.
-    """
+    """Record the end of this job's start of its group; returns 85 to requeue the job, else its exit code. `arguments`
+    are the run folder, the job id and srun's exit code. While another group lives, this one is requeued alone. The
+    run's attempt is closed only if the group has finished, or no other lives."""
     folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
     number = int(os.environ[GROUP])
     if own_attempt(folder, job) is None:
@@ -244,13 +205,11 @@ def epilogue(arguments: Sequence[str]) -> int:
         else:
             attempt, view = start["attempt"], folder.with_world(_name(start))
             result = attempt_result(view, replace(row, attempt=attempt, world_size=size), job, code)
-            record_event(
-                folder, attempt, event="ended", group=number, start=start["start"],
-                exit=result.exit_code, reason=result.reason,
-            )  # fmt: skip
+            ended = {"start": start["start"], "exit": result.exit_code, "reason": result.reason}
+            record_event(folder, attempt, event="ended", group=number, **ended)
         print(f"{folder.path}: replica group {number} {result.state} ({result.reason or 'done'})")
         if row.attempt != attempt:  # the other groups have opened a new attempt
-            return _again(cluster)
+            return FAILED if cluster.requeue == "never" else STOPPED
         if row.end is not None:  # and nothing follows this end
             return ENDED_BY_HAND if result.exit_code == STOPPED else result.exit_code or row.exit or 0
         # A group ends without a failure only once the last state is saved.
@@ -268,7 +227,10 @@ def _close_failed(
     failures = failed_starts(events, number)
     comes_back = not final and failures <= cluster.max_requeues
     others = _others(folder, row, number, events)
-    needed = not comes_back and newest_checkpoint(folder) > 0 and _loads(events, number)
+    # The group was to load the checkpoint, for which others wait, and no group has trained yet.
+    starts = [event for event in started(events) if event["group"] == number]
+    loads = bool(starts) and starts[-1]["loader"] == number and all(event["event"] != "quorum" for event in events)
+    needed = not comes_back and newest_checkpoint(folder) > 0 and loads
     if others and not needed and len(others) + comes_back >= cluster.min_groups:
         if comes_back:
             print(f"requeued alone, while groups {', '.join(map(str, sorted(others)))} train on.")
@@ -291,12 +253,6 @@ def _close_failed(
     return failed.exit_code
 
 
-def _loads(events: Sequence[Event], number: int) -> bool:
-    """True if the group was to load the checkpoint, for which others wait, and no group has trained yet."""
-    starts = [event for event in started(events) if event["group"] == number]
-    return bool(starts) and starts[-1]["loader"] == number and all(event["event"] != "quorum" for event in events)
-
-
 def _close(folder: RunFolder, row: Attempt, result: AttemptResult, cluster: "GroupedCluster") -> int:
     close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
     code = result.exit_code
@@ -311,22 +267,17 @@ def _others(folder: RunFolder, row: Attempt, number: int, events: list[Event]) -
     """Other groups that train; if none has trained yet, those that may."""
     newest = {event["group"]: event["event"] for event in events if event["event"] in ("started", AWAY)}
     # SLURM may still be ending the job of a group that stays away.
-    coming = {group for group in _jobs(row, number) if newest.get(group) != AWAY}
+    coming, tokens = set[int](), list[str]()
+    with contextlib.suppress(UnreachableError):  # of squeue
+        tokens = [job.token for job in listed_jobs([os.getuid()]) if job.phase != "gone"]
+    for group in [int(token.rpartition("_")[2]) for token in tokens if token.startswith(f"{row.token}_")]:
+        if group != number and newest.get(group) != AWAY:
+            coming.add(group)
     living = living_groups(events, besides=number)
     if any(event["event"] == "quorum" for event in events):
         # Groups that wait in the queue count as well, once a living group exists from which they can heal.
         return living and living | living_groups(events, besides=number, trained=False) | coming
     return living | coming
-
-
-def _jobs(row: Attempt, number: int) -> set[int]:
-    """Other groups whose jobs wait or run, according to squeue; empty if it does not answer."""
-    try:
-        jobs = listed_jobs([os.getuid()])
-    except UnreachableError:
-        return set()
-    tokens = [job.token for job in jobs if job.phase != "gone" and job.token.startswith(f"{row.token}_")]
-    return {int(token.rpartition("_")[2]) for token in tokens} - {number}
 
 
 def _end_waiting_jobs(folder: RunFolder, row: Attempt) -> None:
@@ -338,10 +289,6 @@ def _end_waiting_jobs(folder: RunFolder, row: Attempt) -> None:
             ask("scancel", *waiting)
     except UnreachableError as error:
         print(f"{folder.path}: jobs of other groups may still wait in the queue. They end when they start ({error})")
-
-
-def _again(cluster: "GroupedCluster") -> int:
-    return FAILED if cluster.requeue == "never" else STOPPED
 
 
 def _start_of(folder: RunFolder, number: int, job: str) -> Event | None:

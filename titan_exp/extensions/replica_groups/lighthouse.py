@@ -1,9 +1,6 @@
 """Lighthouse: torchft's server that knows the living replica groups. It is a child of the launcher or of an elected
-agent.
-
-`python -m titan_exp.extensions.replica_groups.lighthouse RUN_FOLDER ADDRESS MIN_GROUPS HEARTBEAT_SECONDS` serves until
-the launcher on this machine ends it. If the launcher is killed, it stays while the ranks save.
-"""
+agent. `python -m titan_exp.extensions.replica_groups.lighthouse RUN_FOLDER ADDRESS MIN_GROUPS HEARTBEAT_SECONDS` serves
+until the launcher on this machine ends it. If the launcher is killed, it stays while the ranks save."""
 
 import contextlib
 import importlib.metadata
@@ -27,8 +24,7 @@ if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster
 
 TORCHFT = "0.2.0"
-"""torchft version whose requests the trainer speaks. Requests change between versions, so lighthouse and groups need
-the same one."""
+"""torchft version whose requests the trainer speaks; they change between versions."""
 JOIN_SECONDS = 1200.0
 """Seconds that a quorum waits for a group that has a heartbeat, because it may be saving a checkpoint."""
 TICK_SECONDS = 0.05
@@ -68,8 +64,7 @@ def torchft_extension() -> Any:
 
 
 def lighthouse_server(bind: str, *, min_groups: int, heartbeat: float) -> Any:
-    """Start a server at an address; `heartbeat` is the silence in seconds after which a group counts as dead. Raises
-    RuntimeError if the address cannot be bound."""
+    """Start a server at an address; after `heartbeat` seconds of silence a group counts as dead."""
     return torchft_extension().LighthouseServer(
         bind=bind,
         min_replicas=min_groups,
@@ -83,7 +78,9 @@ class Lighthouse:
     """Lighthouse of a run; if it fails, it is restarted at the same address."""
 
     def __init__(self, cluster: "GroupedCluster", folder: RunFolder, log: Path) -> None:
-        self._address = f"{HOST}:{_free_port()}"
+        with contextlib.closing(socket.socket()) as probe:  # a free port
+            probe.bind((HOST, 0))
+            self._address = f"{HOST}:{probe.getsockname()[1]}"
         self._words = [str(folder.path), self._address, str(cluster.min_groups), str(cluster.group_heartbeat_seconds)]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,9 +98,8 @@ class Lighthouse:
 
     def poll(self) -> bool:
         """Start the process if none is running; returns True if it did."""
-        if (self._process is not None and self._process.poll() is None) or (
-            time.monotonic() - self._started < RESTART_SECONDS
-        ):
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running or time.monotonic() - self._started < RESTART_SECONDS:
             return False
         command = [sys.executable, "-m", "titan_exp.extensions.replica_groups.lighthouse", *self._words]
         with self._log.open("ab") as log:
@@ -136,11 +132,9 @@ def lighthouse_address(logs: Path) -> tuple[str, int] | None:
 
 class Candidate:
     """One agent's part in the election of the lighthouse; when the lighthouse is silent, another agent takes over.
-    `on_start()` is called once this agent's lighthouse serves.
-
-    Generations are files in the attempt's log folder. Exclusive creation gives each to one agent, even on network
-    disks, and a lighthouse ends when it sees a newer generation. So no separate job must queue for the next lighthouse.
-    """
+    `on_start()` is called once this agent's lighthouse serves. Generations are files in the attempt's log folder.
+    Exclusive creation gives each to one agent, even on network disks, and a lighthouse ends when it sees a newer
+    generation. So no separate job must queue for the next lighthouse."""
 
     def __init__(self, logs: Path, number: int, cluster: "GroupedCluster", on_start: Callable[[], None]) -> None:
         self._logs, self._cluster, self._on_start = logs, cluster, on_start
@@ -151,8 +145,7 @@ class Candidate:
         self._silent_since: float | None = None
 
     def poll(self) -> bool:
-        """Stand for election if the lighthouse is silent; returns False once this agent's own lighthouse is
-        replaced."""
+        """Stand for election if the lighthouse is silent; returns False once this agent's own is replaced."""
         newest = newest_generation(self._logs)
         if self._own:
             return newest == self._own
@@ -167,15 +160,12 @@ class Candidate:
         patience = self._cluster.group_heartbeat_seconds if newest else 0.0
         if newest and address is None:
             patience += START_SECONDS
-        if now - self._silent_since >= patience + self._stagger and self._claim(newest + 1):
+        if now - self._silent_since >= patience + self._stagger:
+            try:
+                (self._logs / f"lighthouse-{newest + 1:04d}").touch(exist_ok=False)
+            except FileExistsError:  # claimed by another agent
+                return True
             self._serve(newest + 1)
-        return True
-
-    def _claim(self, generation: int) -> bool:
-        try:
-            (self._logs / f"lighthouse-{generation:04d}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
         return True
 
     def _serve(self, generation: int) -> None:
@@ -216,12 +206,6 @@ def main(arguments: Sequence[str]) -> int:
         time.sleep(RESTART_SECONDS)
     server.shutdown()
     return 0
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

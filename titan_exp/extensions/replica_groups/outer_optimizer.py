@@ -20,16 +20,10 @@ KEPT, MOMENTUM = "kept_weights", "outer_momentum"
 
 class OuterOptimizer:
     """Outer optimizer: SGD with momentum (torch's SGD) on the change that the inner `optimizer` has made since the last
-    synchronization.
-
-    `fragments` has the fragment of each parameter; by default all are in one.
-    """
+    synchronization. `fragments` has the fragment of each parameter; by default all are in one."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        config: SemiSyncConfig,
-        fragments: Mapping[Tensor, int] | None = None,
+        self, optimizer: torch.optim.Optimizer, config: SemiSyncConfig, fragments: Mapping[Tensor, int] | None = None
     ) -> None:
         self._optimizer, self._fragments = optimizer, fragments
         self._lr, self._momentum, self._nesterov = config.outer
@@ -37,8 +31,7 @@ class OuterOptimizer:
         self.after_move: Callable[[], object] = lambda: None
         """Called after weights are moved, to recompute copies of the weights."""
         self.swapped = False
-        """True while the parameters hold the kept weights, which are equal in all groups, and the state `KEPT` holds
-        this group's own."""
+        """True while parameters hold the kept weights, equal in all groups, and `KEPT` this group's own."""
         self._first: dict[Tensor, Tensor] = {}
         """Weights before the first step, until the inner optimizer has allocated its state, which must start empty."""
 
@@ -53,8 +46,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def pseudo_gradients(self, fragment: int | None = None) -> Iterator[Tensor]:
-        """Weights of the last synchronization minus the present ones, yielded one after another: this rank's shards, in
-        fp32."""
+        """Weights of the last synchronization minus the present ones, one by one: this rank's shards, in fp32."""
         parameters = self.parameters(fragment)
         for parameter, kept in zip(parameters, self._state(KEPT, parameters), strict=True):
             yield kept - local_tensor(parameter)
@@ -153,11 +145,9 @@ class OuterSteps(Acting):
         self.outer = outer
 
     def on_gradients(self, update: Update) -> None:
-        """Keep the weights before the first step."""
         self.outer.before_inner_step()
 
     def on_update(self, update: Update) -> None:
-        """Allocate the outer state after the first step."""
         self.outer.after_inner_step()
 
 
@@ -189,8 +179,7 @@ def ring_bytes(size: float, groups: int) -> float:
 def exchange(
     tensors: Sequence[Tensor], operation: Callable[[Tensor], object], *, read: bool = True, write_back: bool
 ) -> None:
-    """Call `operation` on flat copies of the tensors, bucket by bucket, and copy the results back if `write_back`.
-    Without `read`, the copies are uninitialized."""
+    """Call `operation` on flat buckets of the tensors, copied there if `read` and back if `write_back`."""
     for bucket in _buckets(tensors):
         flat = _flat(bucket, read=read)
         operation(flat)
@@ -207,18 +196,14 @@ class AsyncAllReduce:
         self._flat: list[Tensor] = []
         """Buckets whose sum has been started; nobody touches them until it is done."""
         self._shapes: list[list[torch.Size]] = []
-        """Shapes of the tensors in each bucket."""
         self._devices: list[torch.device] = []
-        """Device of the tensors in each bucket."""
         self._works: list[tuple[Any, int]] = []
         """Running collectives of the buckets, with their bytes; none in a group that is alone."""
         self.summed_bytes = 0
-        """Bytes of the buckets that have been summed."""
 
     @torch.no_grad()
     def start(self, tensors: Iterable[Tensor], begin: Callable[[Tensor], Any]) -> None:
-        """Start to sum the tensors, which are copied one by one. `begin` returns the running collective of a bucket, or
-        None if there is none."""
+        """Start to sum copies of the tensors. `begin` returns the running collective of a bucket, if any."""
         for bucket in _buckets(tensors):
             self._flat.append(flat := _flat(bucket))
             self._shapes.append([tensor.shape for tensor in bucket])
@@ -248,17 +233,13 @@ class AsyncAllReduce:
 
 def _flat(bucket: Sequence[Tensor], *, read: bool = True) -> Tensor:
     """Flat host memory for a bucket; with `read`, a finished copy of it."""
-    flat = _host_memory(bucket)
+    pinned = any(tensor.device.type == "cuda" for tensor in bucket)
+    flat = torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, pin_memory=pinned)
     if read:
         for tensor, part in zip(bucket, _parts(flat, [tensor.shape for tensor in bucket]), strict=True):
             part.copy_(tensor, non_blocking=True)
         _wait_for_copies(bucket)
     return flat
-
-
-def _host_memory(bucket: Sequence[Tensor]) -> Tensor:
-    pinned = any(tensor.device.type == "cuda" for tensor in bucket)
-    return torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, pin_memory=pinned)
 
 
 def _wait_for_copies(bucket: Sequence[Tensor]) -> None:
@@ -273,8 +254,7 @@ def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of at most `BUCKET_BYTES`; the same on equal ranks of all
-    groups."""
+    """Consecutive tensors of one dtype, at most `BUCKET_BYTES` each; the same on equal ranks of all groups."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,8 +1,5 @@
 """Replica groups in the planner: sums over the groups, synchronizations of semi-synchronous training, and its
-checkpoints.
-
-torch is imported only once a step has been traced.
-"""
+checkpoints. torch is imported only once a step has been traced."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +45,6 @@ class GroupExchange(Exchange):
 
     @property
     def title(self) -> str:
-        """Number of groups."""
         return "" if self.groups == 1 else f"{self.groups} replica groups of "
 
     @property
@@ -72,8 +68,7 @@ class GroupExchange(Exchange):
         return 1 + momentum + self.config.groups * (state - 1 - momentum + self.config.keeps_own_weights)
 
     def seconds(self, weights: float, device: Device, step: float) -> float:
-        """Seconds of sums by TCP between nodes and over the host's memory: of gradients, or of the step's part of a
-        synchronization minus the steps that train meanwhile."""
+        """Seconds of sums by TCP and host memory: of gradients, or of a synchronization minus the steps meanwhile."""
         from titan_exp.extensions.replica_groups.outer_optimizer import BUCKET_BYTES
         from titan_exp.plan.roofline import message_seconds
 
@@ -90,8 +85,7 @@ class GroupExchange(Exchange):
         return fragments * max(0.0, seconds - delay * step) / interval
 
     def beside(self, state: "TrainState", parts: "Iterable[Part]") -> Sequence[Beside]:
-        """Work of the largest synchronization: a fragment in flight, its outer step, and a checkpoint. The trainer's
-        own code runs; messages between groups are not traced."""
+        """Work of the largest synchronization: a fragment in flight, its outer step, and a checkpoint; no messages."""
         from titan_exp.extensions.replica_groups.outer_optimizer import OuterSteps
         from titan_exp.extensions.replica_groups.semi_sync import LargestSynchronization
 
@@ -99,7 +93,7 @@ class GroupExchange(Exchange):
         if outer is None:
             return ()
         saves = self.experiment.checkpoint.mode != "off"
-        largest = LargestSynchronization(outer, self.config, state.model.parts, state.optimizer, saves=saves)
+        largest = LargestSynchronization(outer, self.config, state, saves=saves)
         sends, ends = [largest.send], [largest.apply, largest.collect]
         if self.config.delay:
             return (Beside("communication", SYNCHRONIZATION, ends, before=sends),)
@@ -127,8 +121,7 @@ class GroupExchange(Exchange):
         return self.experiment.training.global_batch_size * self.experiment.training.seq_len
 
     def sent_per_token(self, weights: Mapping[int, int]) -> float | None:
-        """Bytes that the groups send per token; None if there is one group. If weights do not divide evenly over ranks,
-        it is an upper bound."""
+        """Bytes that groups send per token, an upper bound if weights divide unevenly; None with one group."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         if self.groups == 1:
@@ -138,8 +131,7 @@ class GroupExchange(Exchange):
         return self.groups * ring_bytes(held, self.groups) / (steps * self._tokens_per_step)
 
     def sent_at_once(self, weights: Mapping[int, int]) -> float | None:
-        """Bytes that a rank sends in the largest synchronization of one fragment; None in synchronous training, and for
-        models without a description."""
+        """Bytes that a rank sends for its largest fragment; None in synchronous training and without a spec."""
         from titan_exp.extensions.replica_groups.outer_optimizer import ring_bytes
 
         spec = model_spec(self.experiment.model)
@@ -149,7 +141,6 @@ class GroupExchange(Exchange):
         return ring_bytes(max(sizes), self.config.groups)
 
     def values(self, weights: Mapping[int, int]) -> dict[str, Any]:
-        """Number of groups, and the bytes that they send."""
         sent = {"sent_bytes_per_token": self.sent_per_token(weights), "sent_bytes_at_once": self.sent_at_once(weights)}
         return {"replica_groups": self.groups, **sent}
 

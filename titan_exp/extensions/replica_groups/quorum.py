@@ -1,8 +1,6 @@
-"""Quorum of replica groups: torchft's lighthouse, a manager server per group, a process group between equal ranks.
-
-We do not use torchft's `Manager`: it swallows errors of collectives, compares quorums by a number that a restarted
-lighthouse reuses, heals by unpickling an HTTP server's data, and takes seconds to import.
-"""
+"""Quorum of replica groups: torchft's lighthouse, a manager server per group, a process group between equal ranks. We
+do not use torchft's `Manager`: it swallows errors of collectives, compares quorums by a number that a restarted
+lighthouse reuses, heals by unpickling an HTTP server's data, and takes seconds to import."""
 
 import socket
 import time
@@ -32,14 +30,12 @@ LIGHTHOUSE_RETRIES = 600
 
 @dataclass(frozen=True)
 class Quorum:
-    """Living groups of a step. The quorum is the same on every rank of every group, except `rank`, `source` and
-    `behind`."""
+    """Living groups of a step, the same on every rank of every group except `rank`, `source` and `behind`."""
 
     id: int
     members: tuple[str, ...]
     """Names of the groups, oldest first."""
     rank: int
-    """Index of this group among the members."""
     step: int
     """Last step that any member has committed."""
     source: int | None
@@ -62,16 +58,12 @@ class QuorumClient:
 
     def __init__(self, group: ReplicaGroup, cluster: "GroupedCluster", mesh: Mesh, *, by_number: bool = False) -> None:
         torchft = torchft_extension()
+        watchdog = "off" if cluster.hang_kill_minutes is None else f"{60 * cluster.hang_kill_minutes:g} s"
         get_logger().info(
-            "replica group %d of %d. Time-outs: heartbeat %g s, collectives between groups %g s, the watchdog %s, "
-            "collectives within a group %g s. It asks for a quorum every %g s until the job ends",
-            group.number,
-            cluster.replica_groups,
-            cluster.group_heartbeat_seconds,
-            cluster.group_timeout_seconds,
-            "off" if cluster.hang_kill_minutes is None else f"{60 * cluster.hang_kill_minutes:g} s",
-            TIMEOUT.total_seconds(),
-            ASK_TIMEOUT.total_seconds(),
+            f"replica group {group.number} of {cluster.replica_groups}. Time-outs: heartbeat "
+            f"{cluster.group_heartbeat_seconds:g} s, collectives between groups {cluster.group_timeout_seconds:g} s, "
+            f"the watchdog {watchdog}, collectives within a group {TIMEOUT.total_seconds():g} s. It asks for a quorum "
+            f"every {ASK_TIMEOUT.total_seconds():g} s until the job ends"
         )
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._timeout = timedelta(seconds=cluster.group_timeout_seconds)
@@ -103,27 +95,19 @@ class QuorumClient:
         self.process_group: Any = None
         """Process group of equal ranks of all members, in their order; None after an error."""
         self.first_groups: Any = None
-        """Process group of equal ranks of the members that divide the step, if a replayed history has fewer groups;
-        None in other members."""
+        """Process group of the members that divide the step, if a replayed history has fewer; None elsewhere."""
         self._history = None if cluster.group_history is None else GroupHistory(cluster.group_history)
 
     def ask(self, step: int) -> tuple[Quorum, Exception | None]:
-        """Wait for a quorum, as a group that has committed `step`. Also returns the error if the members could not be
-        connected; the step must then be refused."""
+        """Wait for a quorum after `step`; also returns the error of connecting, for which the step must be refused."""
         began = time.monotonic()
         answer = self._request(step)
         members = tuple(answer.replica_ids)
         source = answer.recover_src_replica_rank if answer.heal else None
-        quorum = Quorum(
-            answer.quorum_id,
-            members,
-            answer.replica_rank,
-            answer.max_step,
-            source,
-            tuple(answer.recover_dst_replica_ranks),
-            time.monotonic() - began,
-            len(members) if self._history is None else self._history.groups_of(answer.max_step + 1),
-        )
+        behind, step = tuple(answer.recover_dst_replica_ranks), answer.max_step
+        shares = len(members) if self._history is None else self._history.groups_of(step + 1)
+        waited = time.monotonic() - began
+        quorum = Quorum(answer.quorum_id, members, answer.replica_rank, step, source, behind, waited, shares)
         return quorum, self._connect(quorum, answer.store_address)
 
     def vote(self, step: int, ready: bool) -> bool:

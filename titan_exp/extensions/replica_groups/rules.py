@@ -137,8 +137,7 @@ def every_group_is_started(semi_sync: SemiSyncConfig, cluster: "GroupedCluster")
 def training_ends_at_a_synchronization(
     semi_sync: SemiSyncConfig, training: TrainingConfig, checkpoint: CheckpointConfig, evaluation: EvaluationConfig
 ) -> Iterator[Violation]:
-    """Evaluations, checkpoints, exports and the end must fall on synchronizations, because in between there is no
-    single model."""
+    """Evaluations, checkpoints, exports and the end must fall on synchronizations: only then is there one model."""
     interval = semi_sync.interval
     reason = (
         f"between synchronizations (semi_sync.interval={interval}) every group has weights of its own, so there is no "
@@ -183,8 +182,7 @@ def every_fragment_has_a_block(semi_sync: SemiSyncConfig, spec: ModelSpec) -> It
 def batch_is_divided_among_groups(
     semi_sync: SemiSyncConfig, training: TrainingConfig, cluster: "GroupedCluster", layout: ResolvedLayout
 ) -> Iterator[Violation]:
-    """Every group must compute the same number of whole micro-batches in every step, or of passes through its
-    pipeline."""
+    """Every group must compute equally many whole micro-batches, or pipeline passes, in every step."""
     parallelism = layout.parallelism
     if cluster.replica_groups != semi_sync.groups:
         return  # micro-batches are divided among the groups that are started
@@ -208,14 +206,6 @@ def batch_is_divided_among_groups(
             remedy = f"use training.micro_batch_size={size // least}" if given else least_batch
             yield Violation("training.global_batch_size", size, reason, remedy)
             return
-
-
-def _has_groups(cluster: "GroupedCluster") -> bool:
-    return cluster.replica_groups > 1
-
-
-def _enabled(semi_sync: SemiSyncConfig) -> bool:
-    return semi_sync.enabled
 
 
 RULES = (
@@ -256,7 +246,7 @@ RULES = (
         ),
         timeouts_nest,
         model_is_described,
-        when=_has_groups,
+        when=lambda cluster: cluster.replica_groups > 1,
     ),
     *rules(semi_synchronous_training_has_its_own_keys),
     *rules(
@@ -288,10 +278,10 @@ RULES = (
         ),
         fragments_and_delay_fit,
         every_fragment_has_a_block,
-        when=_enabled,
+        when=lambda semi_sync: semi_sync.enabled,
     ),
 )
 LAYOUT_RULES = (
-    *rules(every_group_has_work, every_group_has_gpus, when=_has_groups),
-    *rules(batch_is_divided_among_groups, when=_enabled),
+    *rules(every_group_has_work, every_group_has_gpus, when=lambda cluster: cluster.replica_groups > 1),
+    *rules(batch_is_divided_among_groups, when=lambda semi_sync: semi_sync.enabled),
 )

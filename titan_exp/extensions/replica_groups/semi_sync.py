@@ -31,9 +31,11 @@ from titan_exp.extensions.replica_groups.outer_optimizer import AsyncAllReduce, 
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
+from titan_exp.trainer.commit import Flags
 from titan_exp.trainer.experts import LOAD, is_of_experts
 from titan_exp.trainer.metrics import Row
 from titan_exp.trainer.objective import Reduction
+from titan_exp.trainer.train_state import TrainState
 
 T = TypeVar("T")
 
@@ -64,24 +66,14 @@ class FragmentInFlight:
 
 @dataclass
 class PendingRow(Row):
-    """Row of metrics that waits for the other groups' numbers. Its values are of this group's share; after the
-    synchronization, of the whole step."""
+    """Row of this group's share of a step; after the synchronization, of the whole step."""
 
     trained: bool
     """False if the row belongs to the group from which this group has healed."""
     tokens: int
-    """Predicted tokens in this group's share of the step; after the synchronization, in all shares that were
-    trained."""
+    """Predicted tokens in this group's share; after the synchronization, in all trained shares."""
     total: int
     """Predicted tokens of whole batches since the last synchronization: on this rank, later on all ranks of a group."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Flags of a synchronization; each is true if any group has it."""
-
-    stop: bool
-    save: bool
 
 
 class SemiSync:
@@ -100,14 +92,12 @@ class SemiSync:
         self._config, self._groups, self.outer, self._mesh = config, groups, outer, mesh
         self._reductions, self._buffers = reductions, buffers
         self.synchronized = 0
-        """Step of the last synchronization."""
         self.tokens = 0
         """Predicted tokens of the batches up to that step, whichever group trained them."""
         self.rows: list[PendingRow] = []
         """Rows since the last synchronization, or after it until they are written."""
         self.states: dict[str, Tensor] = {}
-        """Inner optimizer states and own weights of the groups for the next checkpoint, except those that it has from
-        the writer under their plain names."""
+        """States of groups for the next checkpoint, besides those of the writer, which have plain names there."""
         self._fragment: FragmentInFlight | None = None
         self._round_tokens, self._stop, self._save = 0, False, False
         self._healed_after: int | None = None
@@ -144,8 +134,7 @@ class SemiSync:
         return self._fragment is not None and self._fragment.sum is not None
 
     def position(self, step: int) -> int:
-        """Progress by which quorums tell which groups are behind: twice the step, minus one until it is
-        synchronized."""
+        """Progress by which quorums find groups that are behind: twice the step, minus one until synchronized."""
         return 2 * step - (step != self.synchronized)
 
     def add_step(self, tokens: int, *, stop: bool, save: bool) -> None:
@@ -158,8 +147,7 @@ class SemiSync:
         self.rows.append(PendingRow(values, row, True, tokens, self._round_tokens))
 
     def complete(self) -> bool:
-        """True if training may begin, because all groups are present or the others have not come in time. Otherwise
-        wait a second."""
+        """True if training may begin: all groups are present, or the others are late. Else waits a second."""
         self._waiting_since = self._waiting_since or time.monotonic()
         waited = time.monotonic() - self._waiting_since
         late = self._groups.any(waited > max(NEWCOMER_LIMIT, self._groups.group.patience))  # one clock decides for all
@@ -171,21 +159,19 @@ class SemiSync:
         return begins
 
     def send(self, step: int) -> None:
-        """Start to sum a fragment's pseudo-gradients over the groups, after this step or again if the sum was
-        refused."""
+        """Start to sum a fragment's pseudo-gradients over the groups, or start again if the sum was refused."""
         if self._fragment is None:
             number = self._config.sent_fragment(step)
-            if number is None:  # this group healed while the fragment was in flight
-                number = self._config.applied_fragment(step)
+            # This group may have healed while the fragment was in flight.
+            number = self._config.applied_fragment(step) if number is None else number
             assert number is not None
             self._fragment = FragmentInFlight(number, moved=self._healed_after != step)
         fragment = self._fragment
         gradients = fragment.gradients(self.outer, delayed=self._config.delay > 0)
         fragment.sum = self._groups.start_all_reduce(gradients)
 
-    def apply(self, step: int) -> Agreement | None:
-        """Step the outer optimizer after a step, with the fragment in flight. Returns None if the fragment must be sent
-        again; this group's weights are then untouched."""
+    def apply(self, step: int) -> Flags | None:
+        """Step the outer optimizer with the fragment in flight; None, with no change, if it must be sent again."""
         fragment, groups = self._fragment, self._groups
         assert fragment is not None
         assert fragment.sum is not None
@@ -217,7 +203,7 @@ class SemiSync:
         self.synchronized, self.tokens = step, self.tokens + tokens
         self._sent, self._sent_for = self._sent + float(table[:, 3].sum()), self._sent_for + tokens
         self._round_tokens, self._attempted, self._stop, self._save, self._fragment = 0, 0.0, False, False, None
-        return Agreement(bool(table[:, 1].any()), bool(table[:, 2].any()))
+        return Flags(bool(table[:, 1].any()), bool(table[:, 2].any()))
 
     def finished_rows(self, attempt: int, also: Mapping[str, Any]) -> list[PendingRow]:
         """Take the rows of the last round; the last row also gets numbers of the synchronization, and `also`."""
@@ -240,8 +226,7 @@ class SemiSync:
         return {"synchronized": self.synchronized, **tokens, "rows": rows, **sent}
 
     def heal(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take over another group's progress; its tensors have been received. Inside a synchronization, this group then
-        adds nothing to it."""
+        """Take over another group's progress, whose tensors have arrived; this group adds nothing to the round."""
         self.synchronized, self.tokens = progress["synchronized"], progress["tokens"]
         self.rows = [PendingRow(**{**row, "trained": False}) for row in progress["rows"]]
         self._sent, self._sent_for, self.outer.swapped = progress["sent"], progress["sent_for"], progress["swapped"]
@@ -263,9 +248,8 @@ class SemiSync:
             states[number] = {**tensors, **values}
             return _local(tensors)
 
-        arrived = [
-            groups.receive_tensors(rank, partial(prepare, number)) for rank, number in enumerate(groups.numbers) if rank
-        ]
+        others = [*enumerate(groups.numbers)][1:]
+        arrived = [groups.receive_tensors(rank, partial(prepare, number)) for rank, number in others]
         everywhere = torch.tensor([int(there) for there in arrived])
         if arrived:
             dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.cpu_group)
@@ -284,7 +268,9 @@ class SemiSync:
             tokens, column, row.total = tokens * trained, column + 2, total
             alive = bool(trained.any())  # else all that trained it are dead, and one has sent its numbers before
             for name in row.values:
-                values, kind = table[:, column], self._reduction(name)
+                values, kind = table[:, column], self._reductions.get(name, "mean")
+                if is_of_experts(name):  # each group's metrics cover its share of the batch
+                    kind = "sum" if name.startswith(LOAD) else "mean"
                 column += 1
                 if not alive:
                     continue
@@ -302,11 +288,6 @@ class SemiSync:
                 logged = {name: value for name, value in row.values.items() if not is_of_experts(name)}
                 row.row |= {**logged, "tokens": self.tokens + row.total}
 
-    def _reduction(self, name: str) -> Reduction:
-        if is_of_experts(name):  # each group's metrics cover its share of the batch
-            return "sum" if name.startswith(LOAD) else "mean"
-        return self._reductions.get(name, "mean")
-
     def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._mesh.cpu_group)
@@ -317,25 +298,20 @@ class SemiSync:
 
 
 class LargestSynchronization:
-    """Largest synchronization of a rank in the planner: of its largest fragment, and of the group that writes
-    checkpoints if the run `saves` any."""
+    """Largest synchronization of a rank in the planner; if the run `saves`, in the group that does."""
 
-    def __init__(
-        self,
-        outer: OuterOptimizer,
-        config: SemiSyncConfig,
-        parts: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
-        *,
-        saves: bool,
-    ) -> None:
-        self._outer, self._config, self._parts, self._optimizer = outer, config, parts, optimizer
-        self._saves = saves
+    def __init__(self, outer: OuterOptimizer, config: SemiSyncConfig, state: TrainState, *, saves: bool) -> None:
+        self._outer, self._config, self._saves = outer, config, saves
+        self._parts, self._optimizer = state.model.parts, state.optimizer
         self._fragment: FragmentInFlight | None = None
 
     def send(self) -> None:
         """Copy the pseudo-gradients as for an all-reduce, after a step of the inner optimizer."""
-        number = max(range(self._config.fragments), key=self._numbers)
+        sizes = [
+            sum(local_tensor(parameter).numel() for parameter in self._outer.parameters(fragment))
+            for fragment in range(self._config.fragments)
+        ]
+        number = sizes.index(max(sizes))
         self._fragment = FragmentInFlight(number, moved=True, sum=AsyncAllReduce())
         assert self._fragment.sum is not None
         self._fragment.sum.start(self._fragment.gradients(self._outer, delayed=self._config.delay > 0), lambda _: None)
@@ -355,9 +331,6 @@ class LargestSynchronization:
             others = [empty_state(self._parts, own, group, description)[0] for group in range(1, self._config.groups)]
             for state in others:
                 exchange([local_tensor(value) for value in state.values()], lambda _: None, write_back=True)
-
-    def _numbers(self, fragment: int) -> int:
-        return sum(local_tensor(parameter).numel() for parameter in self._outer.parameters(fragment))
 
 
 def _local(state: Mapping[str, Tensor]) -> list[Tensor]:

@@ -33,11 +33,8 @@ def gather_sequence(part: Tensor, mesh: Mesh) -> Tensor:
 
 
 class UlyssesAttention(nn.Module):
-    """Ulysses attention: replaces `CausalAttention`, with the same arguments for this rank's part of the sequence.
-
-    `core` attends over the joint sequence of the ranks in `group`, whose size must divide query heads and key-value
-    heads.
-    """
+    """Ulysses attention: replaces `CausalAttention`, for this rank's part of the sequence. `core` attends over the
+    joint sequence of `group`, whose size must divide query and key-value heads."""
 
     def __init__(self, core: CausalAttention | ContextAttention, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -58,9 +55,7 @@ class UlyssesAttention(nn.Module):
         device: torch.device | None = None,
     ) -> Any:
         """Build the argument `mask` of `forward`: the core's mask for the joint sequence, or None for causal attention.
-
-        `positions` are given if they restart within the sequence; `seq` counts this rank's tokens.
-        """
+        `positions` are given if they restart within the sequence; `seq` counts this rank's tokens."""
         if self.pattern.chunk is None:
             positions = None
         documents, positions = (
@@ -76,7 +71,10 @@ class UlyssesAttention(nn.Module):
         if sinks is not None:
             sinks = sinks.chunk(self.degree)[self.rank]
         # One message carries the heads of query, key and value for each rank, [degree, batch, part, channels].
-        by_rank = [self._channels(heads) for heads in (query, key, value)]
+        by_rank = [
+            heads.transpose(1, 2).unflatten(2, (self.degree, -1)).flatten(3).movedim(2, 0)
+            for heads in (query, key, value)
+        ]
         received = all_to_all(torch.cat(by_rank, dim=-1), self.group).movedim(0, 1).flatten(1, 2)
         channels = received.split([part.shape[-1] for part in by_rank], dim=-1)
         widths = (heads.shape[-1] for heads in (query, key, value))
@@ -84,17 +82,10 @@ class UlyssesAttention(nn.Module):
         out = self.core(*whole, mask, sinks).unflatten(2, (self.degree, -1))
         return all_to_all(out.movedim(2, 0).contiguous(), self.group).movedim(0, 1).flatten(1, 2)
 
-    def _channels(self, heads: Tensor) -> Tensor:
-        """Pack heads [batch, heads, part, width] into channels by rank, [degree, batch, part, heads / degree ·
-        width]."""
-        return heads.transpose(1, 2).unflatten(2, (self.degree, -1)).flatten(3).movedim(2, 0)
-
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
-    """Replace every block's attention cores, and cores of linear attention, by context-parallel ones, in place.
-
-    Only cores mix tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
-    """
+    """Replace every block's attention cores, and cores of linear attention, by context-parallel ones, in place. Only
+    cores mix tokens, so the rest of a block stays. Does nothing if all cp axes have size 1."""
     if mesh.sequence_shard.degree == 1:
         return
     across, within = mesh.world["cp_across"], mesh.world["cp_within"]

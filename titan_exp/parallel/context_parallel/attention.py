@@ -46,12 +46,10 @@ class GatheredLatents(nn.Module):
 
 
 class WholeKV:
-    """Keys and values of the whole sequence, which every rank has, cut into blocks like those of `ring` and
-    `all_gather`."""
+    """Keys and values of the whole sequence, which every rank has, cut into blocks by rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.degree = group.rank(), group.size()
-        self._gradients: dict[int, Tensor] = {}
+        self.rank, self.degree, self._gradients = group.rank(), group.size(), dict[int, Tensor]()
 
     def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield every rank's block [batch, heads, part, width] with its rank, the own block first."""
@@ -117,12 +115,9 @@ class _Transfer:
         # Keeps the sent buffer alive until the transfer has finished.
         self._sent, self._received = tensor, torch.empty_like(tensor)
         next_rank, previous_rank = ((rank + step) % degree for step in (1, -1))
-        self._work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, group=group, group_peer=next_rank),
-                dist.P2POp(dist.irecv, self._received, group=group, group_peer=previous_rank),
-            ]
-        )
+        send = dist.P2POp(dist.isend, tensor, group=group, group_peer=next_rank)
+        receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=previous_rank)
+        self._work = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
         """Wait for the transfer; returns the buffer received from the previous rank."""
@@ -177,8 +172,7 @@ class ContextMask(NamedTuple):
 
 
 class ContextAttention(nn.Module):
-    """Ring or all-gather attention: replaces `CausalAttention`, with the same arguments for this rank's part of the
-    sequence."""
+    """Ring or all-gather attention: replaces `CausalAttention` for this rank's part of the sequence."""
 
     def __init__(  # noqa: PLR0917  # one line in `apply`
         self,
@@ -195,7 +189,6 @@ class ContextAttention(nn.Module):
         self.scale, self.pattern, self.cuts = scale, pattern, list(cuts)
         self.method, self.group = method, group.group_name
         self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
-        """The kernel that runs."""
         self.max_logits: MaxLogits | None = None
         """Tracks the largest logit of each head, for QK-Clip."""
 
@@ -207,10 +200,7 @@ class ContextAttention(nn.Module):
         seq: int = 0,
         device: torch.device | None = None,
     ) -> ContextMask | None:
-        """Build the argument `mask` of `forward` from this rank's part of `seq` tokens; None for causal attention.
-
-        `positions` are given if they restart within the sequence.
-        """
+        """Build the `mask` of `forward` for this rank's `seq` tokens, with restarting `positions`; None if causal."""
         ranks = group_named(self.group)
         part = seq if documents is None else documents.shape[1]
         pattern, index = self.pattern.within(part * ranks.size()), None
@@ -228,22 +218,9 @@ class ContextAttention(nn.Module):
         """Attend from this rank's queries [batch, heads, part, head_dim] to all visible positions."""
         segments, pattern = mask or ContextMask(None, CAUSAL if self.pattern.causal else FULL)
         tracked = self.max_logits is not None and torch.is_grad_enabled()
-        out, _, found = context_attention(
-            query,
-            key,
-            value,
-            segments,
-            sinks,
-            self.kernel,
-            self.method,
-            self.group,
-            self.scale,
-            pattern.window,
-            pattern.chunk,
-            self.cuts,
-            pattern.causal,
-            tracked,
-        )
+        exchange = (self.kernel, self.method, self.group, self.scale)
+        visible = (pattern.window, pattern.chunk, self.cuts, pattern.causal)
+        out, _, found = context_attention(query, key, value, segments, sinks, *exchange, *visible, tracked)
         if self.max_logits is not None and tracked:
             self.max_logits.add(found)
         return out
@@ -267,11 +244,9 @@ def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     causal: bool,
     tracked: bool,  # custom ops take positional arguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output in the dtype of `query`, and the log-sum-exp [batch, heads, part] in fp32, sinks included.
-
-    If `tracked`, the third result [heads] in fp32 is each head's largest logit over these queries and the keys of all
-    ranks, -inf in recomputation; else it is empty.
-    """
+    """Return the output in the dtype of `query`, and the log-sum-exp [batch, heads, part] in fp32, sinks included. If
+    `tracked`, the third result [heads] in fp32 is each head's largest logit over these queries and the keys of all
+    ranks, -inf in recomputation; else it is empty."""
     exchange, pattern = _exchange(method, group), MaskPattern(window, chunk, causal)
     largest = _no_logits(query, tracked=tracked)
     own, out, lse = _pieces(exchange, exchange.rank, query, cuts, pattern), None, None
@@ -418,10 +393,8 @@ def _tiles(pattern: MaskPattern, own: Pieces, other: Pieces) -> Iterator[Tile]:
     elif not pattern.is_causal:
         for row, queries in zip(_offsets(own), own, strict=False):
             for key, keys in zip(_offsets(other), other, strict=False):
-                for tile in pattern.tiles(queries, keys):
-                    yield Tile(
-                        row + tile.first_row, row + tile.end_row, key + tile.first_key, key + tile.end_key, tile.kind
-                    )
+                for first, end, first_key, end_key, kind in pattern.tiles(queries, keys):
+                    yield Tile(row + first, row + end, key + first_key, key + end_key, kind)
     elif own == other:
         length = sum(map(len, own))
         yield Tile(0, length, 0, length, "causal")
@@ -459,8 +432,7 @@ def _bias(
     other: Pieces,
     query: Tensor,
 ) -> Tensor | None:
-    """Additive mask [batch_or_1, 1, rows, keys] of a tile, in the dtype of `query`; None if the kind of tile implies
-    it."""
+    """Additive mask [batch_or_1, 1, rows, keys] of a tile; None if the kind of tile implies it."""
     if segments is None and tile.kind != "masked":
         return None
     rows, keys = _places(own, query.device)[tile.rows], _places(other, query.device)[tile.keys]

@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_exp.ops.linear_attention import (
-    GatedDeltaCore,
-    LinearAttentionBackend,
-    ShortConvolutionCore,
-    gated_delta,
-    short_convolution,
-    transition,
-)
-from titan_exp.parallel.context_parallel.load_balance import Pieces, SequenceShard, ShardedSequence, head_tail_pieces
+from titan_exp.ops import linear_attention
+from titan_exp.parallel.context_parallel.load_balance import ShardedSequence, head_tail_pieces
 from titan_exp.parallel.mesh import Mesh, gather_into, group_named
 
 
@@ -52,7 +45,11 @@ def segments_of(shards: ShardedSequence, length: int) -> Segments:
     for holder in range(shards.degree):
         # A group's part is its pieces one after another, of which the holder has the tokens from `first` on.
         first, place, index = holder % within.degree * length, 0, 0
-        for piece in _pieces(across, holder // within.degree, seq):
+        group, part = holder // within.degree, seq // across.degree
+        pieces = (range(group * part, (group + 1) * part),)
+        if across.degree > 1 and across.zigzag:
+            pieces = head_tail_pieces(group, across.degree, seq, across.cuts)
+        for piece in pieces:
             start, end = max(place, first), min(place + len(piece), first + length)
             if start < end:
                 found.append((piece.start + start - place, holder, index))
@@ -66,13 +63,6 @@ def segments_of(shards: ShardedSequence, length: int) -> Segments:
     return Segments(slices, own, [holder * slots + index for _, holder, index in found], slots)
 
 
-def _pieces(shard: SequenceShard, rank: int, seq: int) -> Pieces:
-    if shard.degree > 1 and shard.zigzag:
-        return head_tail_pieces(rank, shard.degree, seq, shard.cuts)
-    part = seq // shard.degree
-    return (range(rank * part, (rank + 1) * part),)
-
-
 class SegmentExchange:
     """Ranks that share sequences, and their shards."""
 
@@ -83,13 +73,8 @@ class SegmentExchange:
             for axis in ("cp_within", "cp_across")
         ]
 
-    def segments(self, length: int) -> Segments:
-        """Segments of sequences of which each rank has `length` tokens."""
-        return segments_of(self.shards, length)
-
     def previous(self, segments: Segments, ends: list[Tensor]) -> Tensor:
-        """For each of this rank's segments, what the previous segment's rank gives as the end of it; zeros before the
-        first."""
+        """End of the segment before each of this rank's segments, by that segment's rank; zeros before the first."""
         return neighbours(segments.stacked(ends), segments.order, segments.own, -1, *self.groups)
 
     def documents_before(self, segments: Segments, documents: Tensor | None, count: int) -> list[Tensor] | list[None]:
@@ -103,24 +88,23 @@ class SegmentExchange:
 class ContextGatedDelta(nn.Module):
     """Replaces `GatedDeltaCore`, with the same arguments for this rank's part of the sequence."""
 
-    def __init__(self, core: GatedDeltaCore, exchange: SegmentExchange) -> None:
+    def __init__(self, core: linear_attention.GatedDeltaCore, exchange: SegmentExchange) -> None:
         super().__init__()
-        self.backend: LinearAttentionBackend = core.backend
+        self.backend: linear_attention.LinearAttentionBackend = core.backend
         self.chunk, self.exchange = core.chunk, exchange
 
     def forward(  # noqa: PLR0917  # as of the core
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Outputs [batch, part, value_heads, V] of this rank's tokens."""
-        segments = self.exchange.segments(v.shape[1])
+        segments = segments_of(self.exchange.shards, v.shape[1])
         carries = self.exchange.documents_before(segments, documents, 1)
-        run = partial(gated_delta, chunk=self.chunk, backend=self.backend)
-        map_of = partial(transition, chunk=self.chunk, backend=self.backend)
+        run = partial(linear_attention.gated_delta, chunk=self.chunk, backend=self.backend)
+        map_of = partial(linear_attention.transition, chunk=self.chunk, backend=self.backend)
         calls = []
         for at, before in zip(segments.slices, carries, strict=True):
             part = [None if x is None else x[:, at] for x in (q, k, v, g, beta, documents)]
-            carry = None if before is None else before[:, 0]
-            calls.append((part, carry))
+            calls.append((part, None if before is None else before[:, 0]))
         maps = segments.stacked([map_of(*part[1:], carry=carry) for part, carry in calls])
         states = states_before(maps, v.shape[-1], segments.order, segments.own, *self.exchange.groups)
         found = zip(calls, states, strict=True)
@@ -136,17 +120,17 @@ class ContextShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
         """Convolve this rank's tokens [batch, part, channels]; the inputs before a segment come from another rank."""
-        segments, reach = self.exchange.segments(x.shape[1]), weight.shape[1] - 1
+        segments, reach = segments_of(self.exchange.shards, x.shape[1]), weight.shape[1] - 1
         if not reach:
-            return short_convolution(x, weight, None)
+            return linear_attention.short_convolution(x, weight, None)
         # Otherwise inputs would come from more than one segment.
         assert min(at.stop - at.start for at in segments.slices) >= reach, "segments are as long as the filter reaches"
         before = self.exchange.previous(segments, [x[:, at.stop - reach : at.stop] for at in segments.slices])
         ids = self.exchange.documents_before(segments, documents, reach)
-        parts = [
-            short_convolution(x[:, at], weight, None if documents is None else documents[:, at], inputs, known)
-            for at, inputs, known in zip(segments.slices, before, ids, strict=True)
-        ]
+        parts = []
+        for at, inputs, known in zip(segments.slices, before, ids, strict=True):
+            own = None if documents is None else documents[:, at]
+            parts.append(linear_attention.short_convolution(x[:, at], weight, own, inputs, known))
         return torch.cat(parts, dim=1)
 
 
@@ -155,9 +139,9 @@ def shard_linear_attention(block: nn.Module, mesh: Mesh) -> None:
     exchange = SegmentExchange(mesh)
     for module in list(block.modules()):
         for name, core in list(module.named_children()):
-            if isinstance(core, GatedDeltaCore):
+            if isinstance(core, linear_attention.GatedDeltaCore):
                 setattr(module, name, ContextGatedDelta(core, exchange))
-            elif isinstance(core, ShortConvolutionCore):
+            elif isinstance(core, linear_attention.ShortConvolutionCore):
                 setattr(module, name, ContextShortConvolution(exchange))
 
 
@@ -248,9 +232,8 @@ def _save_states(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output, maps)
 
 
-def _states_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return (states_before_backward(gradient, *ctx.saved_tensors, *ctx.how), *(None,) * 5)
-
-
 neighbours.register_autograd(_neighbours_backward, setup_context=_save_neighbours)
-states_before.register_autograd(_states_backward, setup_context=_save_states)
+states_before.register_autograd(
+    lambda ctx, gradient: (states_before_backward(gradient, *ctx.saved_tensors, *ctx.how), *(None,) * 5),
+    setup_context=_save_states,
+)

@@ -1,9 +1,6 @@
-"""Context-parallel sequence sharding with head-tail (zigzag) load balancing.
-
-Later tokens attend to more keys, so contiguous parts are unequal work. Of 2 · degree pieces, rank r takes the r-th from
-the head and the r-th from the tail. Windows and chunks bend this linear growth: there we cut the sequence, and divide
-every segment head-tail.
-"""
+"""Context-parallel sequence sharding with head-tail (zigzag) load balancing. Later tokens attend to more keys, so
+contiguous parts are unequal work. Of 2 · degree pieces, rank r takes the r-th from the head and the r-th from the tail.
+Windows and chunks bend this linear growth: there we cut the sequence, and divide every segment head-tail."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -43,11 +40,9 @@ def sequence_cuts(spec: ModelSpec | None, parallelism: ParallelismConfig, seq: i
 
 
 def even_cuts(patterns: Collection[MaskPattern], seq: int, degree: int) -> tuple[int, ...]:
-    """Fewest cuts, with the coarsest pieces, that balance the visible keys over ranks for every layer's mask.
-
-    A token sees one key more than the one before, up to the window or within its chunk. Over whole chunks head and tail
-    are even by symmetry, so one cut before the last, partial chunk is enough.
-    """
+    """Fewest cuts, with the coarsest pieces, that balance the visible keys over ranks for every layer's mask. A token
+    sees one key more than the one before, up to the window or within its chunk. Over whole chunks head and tail are
+    even by symmetry, so one cut before the last, partial chunk is enough."""
     patterns = [pattern.within(seq) for pattern in patterns]
     places = {pattern.window for pattern in patterns if pattern.window is not None}
     places |= {seq - seq % pattern.chunk for pattern in patterns if pattern.chunk is not None}
@@ -73,9 +68,7 @@ class SequenceShard:
     """One rank's part of every sequence."""
 
     degree: int
-    """Number of parts."""
     rank: int
-    """Index of this part."""
     zigzag: bool
     """True if the part is a piece from the head and one from the tail of each segment; else it is contiguous."""
     cuts: tuple[int, ...] = ()

@@ -1,8 +1,5 @@
-"""Sharded layers that replace a block's linears, embedding and head.
-
-Weights are DTensors over the tp axis, so that checkpoints and FSDP know the whole shape; the computation uses their
-local tensors.
-"""
+"""Sharded layers that replace a block's linears, embedding and head. Weights are DTensors over the tp axis, so that
+checkpoints and FSDP know the whole shape; the computation uses their local tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,42 +20,34 @@ class TensorParallelGroup:
     """Group of tensor-parallel ranks, as one of them sees it."""
 
     group: str
-    """Name of their process group."""
     degree: int
-    """Number of ranks."""
     rank: int
-    """Index of this rank."""
     sequence: bool
     """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
     by_sequence: bool = True
-    """True if a rank's part is a part of each sequence; False if it is consecutive tokens of all sequences, which are
-    gathered and scattered without copies."""
+    """True if a rank has a part of each sequence; else consecutive tokens of all, exchanged without copies."""
     float8_as_bytes: bool = False
     """True if float8 is sent as bytes, as gloo needs. NCCL takes float8, whose gather the compiler can fuse."""
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Gather all tokens [batch, seq, dim]; the gradient is summed over ranks."""
-        return _AllGatherSeq.apply(x, self) if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return _dual(self, x, "gather_tokens", "scatter_tokens") if self.sequence else _dual(self, x, "pass_on", "sum")
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Sum [batch, seq, dim] over ranks; with sequence parallelism a rank keeps only its tokens."""
-        return _ReduceScatterSeq.apply(x, self) if self.sequence else _ReduceFromTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return _dual(self, x, "scatter_tokens", "gather_tokens") if self.sequence else _dual(self, x, "sum", "pass_on")
 
     def gather_outputs(self, part: Tensor, outputs: int) -> Tensor:
-        """Gather all outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller.
-
-        All ranks compute the same from them, so the gradient of a shard is taken from this rank alone.
-        """
+        """Gather all outputs [batch, seq, outputs] from the ranks' shards; the last shard may be smaller. All ranks
+        compute the same from them, so the gradient of a shard is taken from this rank alone."""
         return _GatherOutputs.apply(part, self, outputs)  # type: ignore[return-value]  # a Tensor
 
     def share_vector(self, x: Tensor) -> Tensor:
-        """Pass on a vector per sequence, of which each rank uses a part; with sequence parallelism its gradient stays
-        partial."""
-        return x if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        """Pass on a vector per sequence; with sequence parallelism its gradient stays partial."""
+        return x if self.sequence else _dual(self, x, "pass_on", "sum")
 
     def gather_vector(self, part: Tensor) -> Tensor:
-        """Gather all outputs from the ranks' equal shards. With sequence parallelism, each rank uses them for its own
-        tokens, and gradients are summed."""
+        """Gather all outputs from the ranks' equal shards; with sequence parallelism, gradients are summed."""
         return _GatherVector.apply(part, self)  # type: ignore[return-value]  # a Tensor
 
     def split_inputs(self, x: Tensor) -> Tensor:
@@ -67,14 +56,12 @@ class TensorParallelGroup:
 
     def rms_norm(self, part: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute RMSNorm in fp32 over the features of all ranks; `part` [..., features] and `weight` [features] belong
-        to this rank. Ranks may share features if all ranks have equally many, and each feature is on equally many
-        ranks."""
+        to this rank. Ranks may share features evenly."""
         return _RMSNorm.apply(part, weight, eps, self)  # type: ignore[return-value]  # a Tensor
 
     def gather_result(self, x: Tensor) -> Tensor:
-        """Gather all tokens [batch, seq, width]. All ranks compute the same from them, so the gradient is taken from
-        this rank alone."""
-        return _GatherResult.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        """Gather all tokens [batch, seq, width], from which all ranks compute the same; so each keeps its gradient."""
+        return _dual(self, x, "gather_tokens", "own_part")
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """Take this rank's tokens of [batch, seq, width]; no other rank has a gradient for them."""
@@ -84,77 +71,54 @@ class TensorParallelGroup:
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Gather all tokens [batch, seq, width], without a gradient."""
-        if x.dtype.itemsize == 1 and self.float8_as_bytes:
-            return _gather_tokens(x.view(torch.uint8), self).view(x.dtype)
-        return _gather_tokens(x, self)
+        if x.dtype.itemsize == 1 and x.is_floating_point() and self.float8_as_bytes:
+            return self.gather_tokens(x.view(torch.uint8)).view(x.dtype)
+        if x.shape[0] == 1 or not self.by_sequence:
+            return _unflattened(all_gather(x.flatten(0, 1), self.degree, self.group), x)
+        parts = all_gather(x, self.degree, self.group).chunk(self.degree)
+        if x.dtype.itemsize == 1:
+            return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(x.dtype)
+        return torch.cat(parts, dim=1)
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         """Sum [batch, seq, width] over ranks and take this rank's tokens, without a gradient."""
-        return _scatter_tokens(x, self)
+        if x.shape[0] == 1 or not self.by_sequence:
+            return _unflattened(reduce_scatter(x.flatten(0, 1), self.degree, self.group), x)
+        return reduce_scatter(torch.cat(x.chunk(self.degree, dim=1)), self.degree, self.group)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over ranks, without a gradient."""
+        return all_reduce(x, "sum", self.group)
 
-def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
-    if x.shape[0] == 1 or not region.by_sequence:
-        return _unflattened(all_gather(x.flatten(0, 1), region.degree, region.group), x)
-    parts = all_gather(x, region.degree, region.group).chunk(region.degree)
-    if x.dtype.itemsize == 1:
-        return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(x.dtype)
-    return torch.cat(parts, dim=1)
+    def pass_on(self, x: Tensor) -> Tensor:
+        """Return the same tensor, without communication."""
+        return x.view_as(x)
 
-
-def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
-    if x.shape[0] == 1 or not region.by_sequence:
-        return _unflattened(reduce_scatter(x.flatten(0, 1), region.degree, region.group), x)
-    return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
+    def own_part(self, x: Tensor) -> Tensor:
+        """Take this rank's part of each sequence of [batch, seq, width], without a gradient."""
+        return x.chunk(self.degree, dim=1)[self.rank].contiguous()
 
 
 def _unflattened(tokens: Tensor, x: Tensor) -> Tensor:
-    """Split gathered tokens into rows of the batch. The result is a copy, since FSDP2 warns if the output of a unit is
-    a view."""
+    """Split gathered tokens into rows of the batch. A copy: FSDP2 warns if the output of a unit is a view."""
     return torch.ops.aten._unsafe_view(tokens, (x.shape[0], -1, *x.shape[2:]))
 
 
-class _AllGatherSeq(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        ctx.region = region
-        return _gather_tokens(x, region)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _scatter_tokens(gradients[0], ctx.region), None
+def _dual(region: TensorParallelGroup, x: Tensor, operation: str, of_gradient: str) -> Tensor:
+    return _Dual.apply(x, region, operation, of_gradient)  # type: ignore[return-value]  # a Tensor
 
 
-class _ReduceScatterSeq(torch.autograd.Function):
+class _Dual(torch.autograd.Function):
+    """Operation of a group by name, and the one that maps the gradient of its result to that of its input."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        ctx.region = region
-        return _scatter_tokens(x, region)
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup, operation: str, of_gradient: str) -> Tensor:
+        ctx.region, ctx.of_gradient = region, of_gradient
+        return getattr(region, operation)(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _gather_tokens(gradients[0], ctx.region), None
-
-
-class _CopyToTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        ctx.region = region
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return all_reduce(gradients[0], "sum", ctx.region.group), None
-
-
-class _ReduceFromTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
-        return all_reduce(x, "sum", region.group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+        return getattr(ctx.region, ctx.of_gradient)(gradients[0]), None, None, None
 
 
 class _GatherOutputs(torch.autograd.Function):
@@ -185,12 +149,6 @@ class _GatherVector(torch.autograd.Function):
         return reduce_scatter(torch.cat(parts), ctx.region.degree, ctx.region.group), None
 
 
-class _GatherResult(_AllGatherSeq):
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].chunk(ctx.region.degree, dim=1)[ctx.region.rank].contiguous(), None
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, eps: float, region: TensorParallelGroup) -> Tensor:
@@ -212,7 +170,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _mean(x: Tensor, region: TensorParallelGroup) -> Tensor:
     """Mean over the last dim of all ranks [..., 1]."""
-    return all_reduce(x.mean(-1, keepdim=True), "sum", region.group) / region.degree
+    return region.sum(x.mean(-1, keepdim=True)) / region.degree
 
 
 class _SplitInputs(torch.autograd.Function):
@@ -228,12 +186,8 @@ class _SplitInputs(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Column-parallel linear layer: maps whole tokens to this rank's outputs.
-
-    Weight and bias are sharded by rows, or whole with `rows` and `bias_rows`, the slices that this rank uses. `gathers`
-    is False if the input has been gathered. `whole_outputs` is the number of outputs of all ranks, if each rank gathers
-    them all.
-    """
+    """Column-parallel linear layer: maps whole tokens to this rank's outputs. Weight and bias are sharded by rows, or
+    whole with `rows` and `bias_rows`, this rank's slices. `whole_outputs` counts all ranks' outputs, if gathered."""
 
     def __init__(
         self,
@@ -267,10 +221,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class VectorParallelLinear(nn.Module):
-    """Column-parallel linear layer for one vector per sequence; every rank gets all outputs, for its own tokens.
-
-    The bias is sharded like the weight, or whole with the rows that this rank uses.
-    """
+    """Column-parallel linear layer for one vector per sequence; every rank gets all outputs, for its own tokens. The
+    bias is sharded like the weight, or whole with the rows that this rank uses."""
 
     def __init__(
         self, weight: nn.Parameter, region: TensorParallelGroup, bias: nn.Parameter | None, bias_rows: slice | None
@@ -287,12 +239,16 @@ class VectorParallelLinear(nn.Module):
         return self.region.gather_vector(add_bias(part, bias))
 
 
-class GatheredTokens(nn.Module):
-    """Gathers all tokens for modules that each read a part of them."""
+class RegionModule(nn.Module):
+    """Module without parameters that exchanges tensors in a group."""
 
     def __init__(self, region: TensorParallelGroup) -> None:
         super().__init__()
         self.region = region
+
+
+class GatheredTokens(RegionModule):
+    """Gathers all tokens for modules that each read a part of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq of this rank, width] to [batch, seq, width]."""
@@ -300,11 +256,9 @@ class GatheredTokens(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Row-parallel linear layer: maps this rank's inputs to whole tokens; the weight is sharded by columns.
-
-    The bias is whole and added once, to the sum. With sequence parallelism it is added to this rank's tokens only, so
-    its gradient is partial. `splits_input` says that the input is whole.
-    """
+    """Row-parallel linear layer: maps this rank's inputs to whole tokens; the weight is sharded by columns. The bias is
+    whole and added to the sum. With sequence parallelism its gradient is partial. `splits_input` says that the input is
+    whole."""
 
     def __init__(
         self,
@@ -326,10 +280,7 @@ class RowParallelLinear(nn.Module):
 
 
 class RMSNormAcrossRanks(nn.Module):
-    """RMSNorm over the features of all ranks.
-
-    The weight is sharded like the features, or whole with the rows that this rank uses.
-    """
+    """RMSNorm over the features of all ranks. The weight is sharded alike, or whole with this rank's `rows`."""
 
     def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, eps: float, rows: slice | None) -> None:
         super().__init__()
@@ -355,8 +306,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(
         self, x: Tensor, head: nn.Module | None = None, loss: LogitsLoss | None = None
     ) -> Tensor | LossSum | tuple[LossSum, ...]:
-        """Embed token ids [batch, seq] as [batch, seq of this rank, dim]; given hidden states, return the tied head's
-        result."""
+        """Embed token ids [batch, seq] as [batch, seq of this rank, dim]; with a tied `head`, call that."""
         if head is not None:
             return head(x, self.weight, loss)
         row = x - self.first
@@ -366,10 +316,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """LM head whose weight holds this rank's vocabulary rows; None if tied to the embedding.
-
-    `vocabulary` is the number of gathered logits; None keeps them sharded for loss parallelism.
-    """
+    """LM head with this rank's vocabulary rows, None if tied; `vocabulary` logits are gathered, None keeps shards."""
 
     parameter_role = "head"
 

@@ -1,8 +1,6 @@
-"""Handlers of tensor-parallel styles, which change a module, its parameters, its input and its output.
-
-A style is plain data in a spec (`models/spec/tp_plan.py`); a new style is a class there, or beside the spec that uses
-it, and an entry here.
-"""
+"""Handlers of tensor-parallel styles, which change a module, its parameters, its input and its output. A style is plain
+data in a spec (`models/spec/tp_plan.py`); a new style is a class there, or beside the spec that uses it, and an entry
+here."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,59 +20,36 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.ops.cross_entropy import VocabShard
 from titan_exp.parallel.mesh import Mesh, all_reduce, mark_partial, partial_parameters
-from titan_exp.parallel.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    GatheredTokens,
-    RMSNormAcrossRanks,
-    RowParallelLinear,
-    TensorParallelGroup,
-    VectorParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-)
+from titan_exp.parallel.tensor_parallel import layers
 
 
-class ShardedTokens(nn.Module):
+class ShardedTokens(layers.RegionModule):
     """Takes this rank's part of all tokens, without a gradient."""
-
-    def __init__(self, region: TensorParallelGroup) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq, width] to [batch, seq of this rank, width]."""
-        return x.detach().chunk(self.region.degree, dim=1)[self.region.rank].contiguous()
+        return self.region.own_part(x.detach())
 
 
-class GatheredResult(nn.Module):
+class GatheredResult(layers.RegionModule):
     """Gathers results of all tokens from each rank's."""
-
-    def __init__(self, region: TensorParallelGroup) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq of this rank, width] to [batch, seq, width]."""
         return self.region.gather_result(x)
 
 
-class GatheredRopeOrder(nn.Module):
-    """Reorders RoPE caches from (first stream, second stream) to the order of gathered tokens: rank by rank, both
-    streams."""
-
-    def __init__(self, region: TensorParallelGroup) -> None:
-        super().__init__()
-        self.region = region
+class GatheredRopeOrder(layers.RegionModule):
+    """Reorders RoPE caches of two streams to the order of gathered tokens: rank by rank, both streams."""
 
     def forward(self, rope: Rope, first_stream: int) -> Rope:
         """Reorder the caches of all tokens; `first_stream` is this rank's number of tokens in the first stream."""
-        cosines, sines = (self._by_rank(part, first_stream * self.region.degree) for part in rope)
-        return cosines, sines
-
-    def _by_rank(self, part: Tensor, first_stream: int) -> Tensor:
-        streams = part.split((first_stream, part.shape[1] - first_stream), dim=1)
-        of_ranks = [stream.unflatten(1, (self.region.degree, -1)) for stream in streams]
-        return torch.cat(of_ranks, dim=2).flatten(1, 2)
+        degree, found = self.region.degree, []
+        for part in rope:
+            streams = part.tensor_split([first_stream * degree], dim=1)
+            of_ranks = [stream.unflatten(1, (degree, -1)) for stream in streams]
+            found.append(torch.cat(of_ranks, dim=2).flatten(1, 2))
+        return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -82,13 +57,10 @@ class Ranks:
     """Tensor-parallel ranks that share a model."""
 
     axis: DeviceMesh
-    """Mesh axis over which parameters are sharded."""
-    region: TensorParallelGroup
-    """Collectives, degree and index of this rank."""
+    region: layers.TensorParallelGroup
     shards: int
     """Data ranks among which FSDP shards every parameter afterwards."""
     loss_parallel: bool
-    """True if logits stay sharded for the loss."""
 
     def divided(self, weight: Tensor, dim: int) -> nn.Parameter:
         """This rank's shard of a whole weight on the meta device."""
@@ -97,11 +69,8 @@ class Ranks:
         return nn.Parameter(sharded, weight.requires_grad)
 
     def divided_vector(self, vector: nn.Parameter, units: int | None = None) -> tuple[nn.Parameter, slice | None]:
-        """This rank's shard of a whole vector, or the whole vector and the rows that this rank uses.
-
-        FSDP cannot shard unevenly what is already sharded, and a vector has no other dim. If there are fewer `units`
-        than ranks, several ranks share each unit.
-        """
+        """This rank's shard of a whole vector, or the whole vector and the rows that this rank uses. FSDP cannot shard
+        it unevenly again. Of fewer `units` than ranks, several ranks share each."""
         degree, rank = self.region.degree, self.region.rank
         if units is not None and units < degree:
             rank, degree = rank * units // degree, units
@@ -117,16 +86,13 @@ class Part:
     """Module of a model that is to be sharded, and its place in the model."""
 
     ranks: Ranks
-    """Ranks that share it."""
     parent: nn.Module
     """Module that contains it: the model, or the module whose `tp_plan()` names it."""
     name: str
-    """Path in the parent."""
     module: nn.Module
-    """Module itself."""
 
     @property
-    def region(self) -> TensorParallelGroup:
+    def region(self) -> layers.TensorParallelGroup:
         """Collectives, degree and index of this rank."""
         return self.ranks.region
 
@@ -138,14 +104,14 @@ class Part:
 def _vocabulary_rows(_: tp_plan.VocabEmbedding, part: Part) -> None:
     weight = part.ranks.divided(part.module.get_parameter("weight"), dim=0)
     first = part.region.rank * -(-weight.shape[0] // part.region.degree)
-    part.replace(VocabParallelEmbedding(weight, part.region, first))
+    part.replace(layers.VocabParallelEmbedding(weight, part.region, first))
 
 
 def _vocabulary_logits(style: tp_plan.VocabLogits, part: Part) -> None:
     tied = part.module.weight is None
     weight = None if tied else part.ranks.divided(part.module.get_parameter("weight"), dim=0)
     whole = None if part.ranks.loss_parallel else style.vocabulary
-    part.replace(VocabParallelHead(weight, part.region, whole))
+    part.replace(layers.VocabParallelHead(weight, part.region, whole))
 
 
 def _numbers_of_heads(_: tp_plan.HeadSharded, part: Part) -> None:
@@ -163,14 +129,10 @@ def _numbers_of_heads(_: tp_plan.HeadSharded, part: Part) -> None:
 def _norm_across_heads(style: tp_plan.AcrossHeads, part: Part) -> None:
     weight, rows = part.ranks.divided_vector(part.module.get_parameter("weight"), style.heads)
     assert isinstance(part.module, RMSNorm), "the style is one of norms"
-    norm = RMSNormAcrossRanks(weight, part.region, part.module.eps, rows)
+    norm = layers.RMSNormAcrossRanks(weight, part.region, part.module.eps, rows)
     if rows is not None:
         mark_partial(norm)
     part.replace(norm)
-
-
-def _used_in_part(_: tp_plan.HeadParallel, part: Part) -> None:
-    mark_partial(part.module)
 
 
 def _used_by_token(_: tp_plan.SequenceParallel, part: Part) -> None:
@@ -178,27 +140,23 @@ def _used_by_token(_: tp_plan.SequenceParallel, part: Part) -> None:
         mark_partial(part.module)
 
 
-def _gathered_input(_: tp_plan.GatherInput, part: Part) -> None:
-    part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
-
-
 def _whole_tokens(_: tp_plan.WholeTokens, part: Part) -> None:
+    def keep_own(_: nn.Module, __: Any, output: Any) -> Any:
+        own = part.region.own_tokens
+        return (own(output[0]), *output[1:]) if isinstance(output, tuple) else own(output)
+
     if part.region.sequence:
-        part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
-        part.module.register_forward_hook(partial(_keep_own_tokens, part.region))
+        _gather_before(part)
+        part.module.register_forward_hook(keep_own)
         mark_partial(part.module)
 
 
-def _keep_own_tokens(region: TensorParallelGroup, _: nn.Module, __: Any, output: Any) -> Any:
-    """Take this rank's tokens of a module's output, or of the first of its outputs."""
-    return (region.own_tokens(output[0]), *output[1:]) if isinstance(output, tuple) else region.own_tokens(output)
+def _gather_before(part: Part) -> None:
+    """Gather the hidden states among a module's arguments over all tokens."""
+    part.module.register_forward_pre_hook(partial(_gather_hidden_states, part.region), with_kwargs=True)
 
 
-def _gathered_tokens(_: tp_plan.GatherTokens, part: Part) -> None:
-    part.replace(GatheredTokens(part.region))
-
-
-def _with_sequence_parallelism(kind: Callable[[TensorParallelGroup], nn.Module]) -> "Handler":
+def _with_sequence_parallelism(kind: Callable[[layers.TensorParallelGroup], nn.Module]) -> "Handler":
     """Handler that replaces an identity by a module of this kind under sequence parallelism."""
 
     def replace(_: tp_plan.TPStyle, part: Part) -> None:
@@ -216,22 +174,21 @@ def _replicated_linear(_: tp_plan.SequenceParallel, part: Part) -> None:
 
 
 def _row_parallel(style: tp_plan.Rowwise, part: Part) -> None:
-    linear, weight = _linear(part), part.module.get_parameter("weight")
-    _shard_matmul(part, input_sharded=True)
+    linear, weight = _shard_matmul(part, input_sharded=True), part.module.get_parameter("weight")
     divided, splits = part.ranks.divided(weight, dim=1), style.splits_input
     if style.gathers:
         whole, splits = part.parent.get_submodule(style.gathers), True
-        whole.register_forward_pre_hook(partial(_gather_features, part.region, weight.shape[1]))
-    sharded = RowParallelLinear(divided, part.region, linear.linear_impl, linear.bias, splits_input=splits)
+        features = weight.shape[1]
+        whole.register_forward_pre_hook(lambda _, args: (part.region.gather_outputs(args[0], features), *args[1:]))
+    sharded = layers.RowParallelLinear(divided, part.region, linear.linear_impl, linear.bias, splits_input=splits)
     if linear.bias is not None and part.region.sequence:
         mark_partial(sharded, "bias")
     part.replace(sharded)
 
 
 def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
-    linear, region = _linear(part), part.region
+    linear, region = _shard_matmul(part, input_sharded=False), part.region
     weight, bias = part.module.get_parameter("weight"), linear.bias
-    _shard_matmul(part, input_sharded=False)
     assert style.divides(region.degree), "checked by the rules"
     if style.is_replicated(region.degree):
         _replicate_units(style, part, linear)
@@ -239,9 +196,9 @@ def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
     divided = part.ranks.divided(weight, dim=0)
     vector, bias_rows = (None, None) if bias is None else part.ranks.divided_vector(bias)
     if style.vector:
-        columns: nn.Module = VectorParallelLinear(divided, region, vector, bias_rows)
+        columns: nn.Module = layers.VectorParallelLinear(divided, region, vector, bias_rows)
     else:
-        columns = ColumnParallelLinear(
+        columns = layers.ColumnParallelLinear(
             divided,
             region,
             linear.linear_impl,
@@ -256,50 +213,38 @@ def _column_parallel(style: tp_plan.Colwise, part: Part) -> None:
 
 
 def _replicate_units(style: tp_plan.Colwise, part: Part, linear: Linear) -> None:
-    """Replicate a weight whose units are each shared by several ranks; each rank computes with the rows of its
-    pieces."""
-    assert style.common is not None, "only units with a split are replicated"
-    unit = linear.out_features // style.units
-    if isinstance(style.common, tp_plan.ReplicatedGateUp):
-        rows = tuple(_gate_up_rows_of(part.region, unit, style.units, style.common))
-    else:
-        rows = tuple(_rows_of(part.region, unit, style.units, style.common))
-    weight, bias = linear.get_parameter("weight"), linear.bias
-    shared = ColumnParallelLinear(
-        weight, part.region, linear.linear_impl, rows, bias=bias, bias_rows=rows, gathers=style.gathers
+    """Replicate a weight whose units are shared by several ranks, each computing with the rows of its pieces."""
+    common, region = style.common, part.region
+    assert common is not None, "only units with a split are replicated"
+    rows_of = _gate_up_rows_of if isinstance(common, tp_plan.ReplicatedGateUp) else _rows_of
+    rows = tuple(rows_of(region, linear.out_features // style.units, style.units, common))  # type: ignore[arg-type]
+    weight, gathers = linear.get_parameter("weight"), style.gathers
+    shared = layers.ColumnParallelLinear(
+        weight, region, linear.linear_impl, rows, bias=linear.bias, bias_rows=rows, gathers=gathers
     )
     mark_partial(shared)
     part.replace(shared)
-    setattr(part.parent, style.common.count, style.common.pieces * style.units // part.region.degree)
+    setattr(part.parent, common.count, common.pieces * style.units // region.degree)
 
 
-def _linear(part: Part) -> Linear:
+def _shard_matmul(part: Part, *, input_sharded: bool) -> Linear:
     assert isinstance(part.module, Linear), "checked by the module requirements"
+    amax_reduce = partial(all_reduce, operation="max", group=part.region.group)
+    part.module.linear_impl.shard(input_sharded=input_sharded, amax_reduce=amax_reduce)
     return part.module
 
 
-def _shard_matmul(part: Part, *, input_sharded: bool) -> None:
-    amax_reduce = partial(all_reduce, operation="max", group=part.region.group)
-    _linear(part).linear_impl.shard(input_sharded=input_sharded, amax_reduce=amax_reduce)
-
-
 def _gather_hidden_states(
-    region: TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    region: layers.TensorParallelGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather the hidden states among a module's arguments over all tokens."""
     if args:
         return (region.gather_input(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": region.gather_input(kwargs["hidden_states"])}
 
 
-def _gather_features(
-    region: TensorParallelGroup, features: int, _: nn.Module, args: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """Gather the first of a module's arguments over the features of all ranks."""
-    return (region.gather_outputs(args[0], features), *args[1:])
-
-
-def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedKV) -> Iterator[slice]:
+def _rows_of(
+    region: layers.TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedKV
+) -> Iterator[slice]:
     """Rows that this rank uses of a weight with `units` units of `unit` rows each, fewer units than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"
@@ -310,7 +255,7 @@ def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: tp_plan
 
 
 def _gate_up_rows_of(
-    region: TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedGateUp
+    region: layers.TensorParallelGroup, unit: int, units: int, common: tp_plan.ReplicatedGateUp
 ) -> Iterator[slice]:
     """Gate rows, then up rows, that this rank uses of a weight with `units` groups of `unit` rows each."""
     assert unit == 2 * common.pieces, "a group has as many gate rows as up rows"
@@ -338,12 +283,12 @@ MODULES: dict[type[tp_plan.TPStyle], Handler] = {
     tp_plan.VocabEmbedding: _vocabulary_rows,
     tp_plan.VocabLogits: _vocabulary_logits,
     tp_plan.SequenceParallel: _used_by_token,
-    tp_plan.HeadParallel: _used_in_part,
+    tp_plan.HeadParallel: lambda _, part: mark_partial(part.module),
     tp_plan.AcrossHeads: _norm_across_heads,
     tp_plan.HeadSharded: _numbers_of_heads,
-    tp_plan.GatherInput: _gathered_input,
+    tp_plan.GatherInput: lambda _, part: _gather_before(part),
     tp_plan.WholeTokens: _whole_tokens,
-    tp_plan.GatherTokens: _gathered_tokens,
+    tp_plan.GatherTokens: lambda _, part: part.replace(layers.GatheredTokens(part.region)),
     tp_plan.ShardTokens: _with_sequence_parallelism(ShardedTokens),
     tp_plan.GatherResult: _with_sequence_parallelism(GatheredResult),
     tp_plan.GatheredOrder: _with_sequence_parallelism(GatheredRopeOrder),
@@ -352,11 +297,8 @@ MODULES: dict[type[tp_plan.TPStyle], Handler] = {
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
-    """Replace linears, embedding and head by their sharded versions, in place; parameter names stay.
-
-    Does nothing if the tp axis has size 1. Sequence parallelism splits each sequence if the model's `spec` asks for it,
-    or if the model has no spec.
-    """
+    """Replace linears, embedding and head by their sharded versions, in place; parameter names stay. Sequence
+    parallelism splits each sequence unless the model's `spec` allows otherwise."""
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return
@@ -365,7 +307,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     of_rank = axis.size(), axis.get_local_rank(), sequence_parallel, spec is None or spec.computes_per_sequence
     # Beside NCCL, gloo is for a CPU only; a fake process group stands for NCCL's.
     as_bytes = mesh.device.type == "cpu" and dist.get_backend(group) != "fake"
-    region = TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)
+    region = layers.TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)
     ranks = Ranks(axis, region, mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1), loss_parallel)
     for name, module in list(model.named_modules()):
         if hasattr(module, "tp_plan"):
@@ -377,13 +319,11 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 
 
 def drop_unused_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
-    """Drop the rows of replicated weights that this rank does not use, in place (inference only).
-
-    The model is on the meta device. Returns the kept rows by weight name, since these weights are not DTensors.
-    """
+    """Drop the rows of replicated weights that this rank does not use, in place (inference only). The model is on the
+    meta device. Returns the kept rows by weight name, since these weights are not DTensors."""
     kept: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, ColumnParallelLinear) and module.rows is not None:
+        if isinstance(module, layers.ColumnParallelLinear) and module.rows is not None:
             for key, parameter in dict(module.named_parameters(recurse=False)).items():
                 kept[f"{name}.{key}"] = module.rows
                 setattr(module, key, nn.Parameter(torch.cat([parameter.detach()[rows] for rows in module.rows])))
@@ -415,10 +355,7 @@ def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
 
 @torch.no_grad()
 def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Sum gradients over tensor-parallel ranks for replicated parameters that each rank used only in part.
-
-    Called once per optimizer step after the last backward pass; sends one message.
-    """
+    """Sum gradients of replicated parameters that tensor-parallel ranks used in part, once a step, in one message."""
     if mesh.tp_group is None:
         return
     gradients = [

@@ -11,8 +11,7 @@ from titan_exp.trainer.module_metrics.metric import ModuleMetric
 
 
 class MaxLogit(ModuleMetric):
-    """Largest logit over the visible keys. It computes QK^T, the first of attention's two forward matmuls, a second
-    time."""
+    """Largest logit over the visible keys. It computes QK^T a second time."""
 
     name = "max_logit"
     compiles = True

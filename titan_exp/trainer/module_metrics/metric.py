@@ -1,9 +1,7 @@
-"""Module metric: an observer of forward passes that `tracking.metrics` switches on, wherever it fits a model.
-
-A built-in metric is a file of this folder with a class of the same name (`max_logit`, `MaxLogit`); yours is a class,
+"""Module metric: an observer of forward passes that `tracking.metrics` switches on, wherever it fits a model. A
+built-in metric is a file of this folder with a class of the same name (`max_logit`, `MaxLogit`); yours is a class,
 given by its import path. It reports like any module (see `MetricReducer`), so rows, sinks, `status` and `compare` know
-its numbers.
-"""
+its numbers."""
 
 import math
 from abc import ABC, abstractmethod
@@ -75,29 +73,21 @@ class ModuleMetric(nn.Module, ABC):
 
 
 def chosen_metrics(experiment: Experiment, model: nn.Module) -> list[type[ModuleMetric]]:
-    """Metrics of a run.
-
-    Raises:
-        UserError: one cannot be imported, is no `ModuleMetric`, observes no module of the model, cannot be compiled, or
-            has the name of another.
-    """
-    kinds, found = {path: _class(path) for path in experiment.tracking.metrics}, list[Violation]()
-    config = experiment.compile
+    """Metrics of a run. Raises UserError for one that cannot be imported or compiled, or does not fit the model."""
+    kinds, found, config = dict[str, Any](), list[Violation](), experiment.compile
+    for path in experiment.tracking.metrics:
+        own = "".join(word.capitalize() for word in path.split("_"))
+        built_in = f"titan_exp.trainer.module_metrics.{path}.{own}"
+        kinds[path] = import_dotted(built_in if path in metric_names() else path, KEY)
     for path, kind in kinds.items():
         if not (isinstance(kind, type) and issubclass(kind, ModuleMetric)):
-            own = path.rpartition(".")[2]
-            remedy = (
-                f"write class {own}(ModuleMetric), and import ModuleMetric from titan_exp.trainer.module_metrics.metric"
-            )
+            remedy = f"write class {path.rpartition('.')[2]}(ModuleMetric), and import ModuleMetric from {__name__}"
             found.append(Violation(KEY, path, "this class does not extend ModuleMetric", remedy))
         elif missing := [word for word in ("name", "observes", "value") if not _defines(kind, word)]:
             found.append(Violation(KEY, path, f"the class defines no {listed(missing, 'and no')}", "define it there"))
         elif config.cuda_graphs:
-            found.append(
-                Violation(
-                    KEY, path, "a captured pass (compile.cuda_graphs=true) calls no metric", "compile.cuda_graphs=false"
-                )
-            )
+            reason = "a captured pass (compile.cuda_graphs=true) calls no metric"
+            found.append(Violation(KEY, path, reason, "compile.cuda_graphs=false"))
         elif config.enabled and not kind.compiles:
             reason = f"compiled code would contain {kind.__name__}, and might round differently"
             found.append(Violation(KEY, path, reason, "compile=none"))
@@ -123,14 +113,6 @@ def observe_modules(experiment: Experiment, state: TrainState) -> None:
 
 
 def _defines(kind: type[ModuleMetric], word: str) -> bool:
-    """True if a metric overrides a member that has no default; a metric that attaches another module needs no
-    `value`."""
+    """True if a metric defines a required member; one that attaches another module needs no `value`."""
     attaches = kind.attach.__func__ is not ModuleMetric.attach.__func__  # type: ignore[attr-defined]  # of a method
     return hasattr(kind, word) and (word not in kind.__abstractmethods__ or (word == "value" and attaches))
-
-
-def _class(path: str) -> Any:
-    if path not in metric_names():
-        return import_dotted(path, KEY)
-    own = "".join(word.capitalize() for word in path.split("_"))
-    return import_dotted(f"titan_exp.trainer.module_metrics.{path}.{own}", KEY)

@@ -1,6 +1,6 @@
 """Memory at a chosen step: a text breakdown and, on CUDA, a snapshot for torch's viewer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.train_state import TrainState
 
+UNKNOWN_SITE = "without recorded stack (profiling.memory_step)"
 LARGEST = 5
 """Number of tensors, or allocation sites, listed per category."""
 
@@ -28,7 +29,6 @@ class MemoryCategory:
     name: str
     """`weights`, `gradients`, `optimizer state` or `everything else: ...`."""
     size: int
-    """Bytes on this rank."""
     largest: tuple[tuple[str, int], ...] = ()
     """Its largest tensors or allocation sites, with their bytes."""
 
@@ -40,13 +40,10 @@ class MemoryBreakdown:
     device: str
     """`cuda`: memory of the caching allocator; `cpu`: resident memory of the process."""
     used: int
-    """Allocated memory."""
     reserved: int
     """Memory reserved by the caching allocator; equal to `used` on a CPU."""
     capacity: int
-    """Memory of the device or machine."""
     categories: tuple[MemoryCategory, ...]
-    """Categories, largest first."""
 
     def text(self) -> str:
         """A table of categories."""
@@ -81,15 +78,19 @@ def memory_breakdown(
         _category("gradients", _present({name: weight.grad for name, weight in named.items()}), device),
         _category("optimizer state", states, device),
     ]
-    used, reserved, capacity = _in_use(device)
+    if device.type == "cuda":
+        used, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        capacity = torch.cuda.get_device_properties(device).total_memory
+    else:
+        used = reserved = psutil.Process().memory_info().rss
+        capacity = psutil.virtual_memory().total
     rest = max(0, used - sum(category.size for category in known))
     others = "activations, gathered weights, buffers of kernels and collectives"
     if device.type == "cpu":
         others = "activations, data, Python, torch's code and cached blocks of the allocator"
     known.append(MemoryCategory(f"everything else: {others}", rest, _blocks(device)))
-    return MemoryBreakdown(
-        device.type, used, reserved, capacity, tuple(sorted(known, key=lambda category: -category.size))
-    )
+    largest = tuple(sorted(known, key=lambda category: -category.size))
+    return MemoryBreakdown(device.type, used, reserved, capacity, largest)
 
 
 def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -102,14 +103,6 @@ def _category(name: str, tensors: dict[str, Tensor], device: torch.device) -> Me
     return MemoryCategory(name, sum(sizes.values()), tuple(largest))
 
 
-def _in_use(device: torch.device) -> tuple[int, int, int]:
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total
-    resident = psutil.Process().memory_info().rss
-    return resident, resident, psutil.virtual_memory().total
-
-
 def _blocks(device: torch.device) -> tuple[tuple[str, int], ...]:
     """Allocation sites with the largest active blocks of the caching allocator, weights included."""
     if device.type != "cuda":
@@ -118,15 +111,12 @@ def _blocks(device: torch.device) -> tuple[tuple[str, int], ...]:
     for segment in torch.cuda.memory_snapshot():
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                found.setdefault(_site(block.get("frames", ())), []).append(block["size"])
+                frames = [frame for frame in block.get("frames", ()) if "titan_exp" in str(frame.get("filename"))][:2]
+                places = [f"{Path(frame['filename']).name}:{frame['line']} in {frame['name']}" for frame in frames]
+                site = f"allocated at {', from '.join(places)}" if places else UNKNOWN_SITE
+                found.setdefault(site, []).append(block["size"])
     ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:LARGEST]
     return tuple((f"{len(sizes)} blocks {site}", sum(sizes)) for site, sizes in ordered)
-
-
-def _site(frames: Iterable[dict[str, object]]) -> str:
-    ours = [frame for frame in frames if "titan_exp" in str(frame.get("filename"))]
-    shown = [f"{str(frame['filename']).rpartition('/')[2]}:{frame['line']} in {frame['name']}" for frame in ours[:2]]
-    return f"allocated at {', from '.join(shown)}" if shown else "without recorded stack (profiling.memory_step)"
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -143,8 +133,7 @@ MAX_EVENTS = 500_000
 
 
 def record_live_allocations(config: ProfilingConfig, device: torch.device) -> None:
-    """Record the stacks of live allocations, starting before the model is built. The history of freed ones is not
-    kept."""
+    """Record the stacks of live allocations, starting before the model is built."""
     if config.memory_step is not None and device.type == "cuda":
         torch.cuda.memory._record_memory_history("state", stacks="python")
 
@@ -160,21 +149,19 @@ class MemorySnapshot(Part):
         self._device = state.mesh.device
 
     def begin(self, run: Run) -> None:
-        """Get the report, which tracks the peak of memory."""
         self._memory = run.report.memory
 
     def before(self, step: int) -> None:
-        """Record the whole allocation history of the step."""
         if step == self._step and self._device.type == "cuda":
             torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=MAX_EVENTS)
 
     def after(self, step: Step) -> None:
-        """Write the memory breakdown after the chosen step."""
         if step.step != self._step:
             return
         model = self._state.model
         memory = memory_breakdown(self._device, model.parts, self._state.optimizer, model.weights.copies)
-        peak = _peak_line(self._memory.read())
+        peaks = [f"{name} {value:.2f} GiB" for name, value in self._memory.read().items() if value is not None]
+        peak = f"\npeak since the previous row: {', '.join(peaks)}\n"
         try:
             written = write_breakdown(memory, self._folder, f"step-{step.step:08d}", self._rank, peak)
             get_logger().info("memory after step %d: %s", step.step, written)
@@ -186,10 +173,7 @@ class MemorySnapshot(Part):
 
 def write_breakdown(memory: MemoryBreakdown, folder: Path, when: str, rank: int, more: str = "") -> Path:
     """Write `memory-WHEN-rank-*.txt` and, on CUDA, a `.pickle` for the viewer at https://docs.pytorch.org/memory_viz.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
+    Raises OSError if the disk is full or read-only."""
     folder.mkdir(exist_ok=True)
     path = folder / f"memory-{when}-rank-{rank:05d}.txt"
     write_atomically(path, memory.text() + more, durable=False)
@@ -198,8 +182,3 @@ def write_breakdown(memory: MemoryBreakdown, folder: Path, when: str, rank: int,
         torch.cuda.memory._dump_snapshot(str(temporary))
         temporary.replace(path.with_suffix(".pickle"))
     return path
-
-
-def _peak_line(peak: Mapping[str, float | None]) -> str:
-    known = ", ".join(f"{name} {value:.2f} GiB" for name, value in peak.items() if value is not None)
-    return f"\npeak since the previous row: {known}\n"

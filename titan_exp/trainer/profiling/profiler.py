@@ -1,7 +1,5 @@
-"""Profile of a window of steps with torch's profiler: a trace file per rank, and a summary of its time shares.
-
-On CUDA it is the time of kernels on the device's streams, on a CPU the self time of operators.
-"""
+"""Profile of a window of steps with torch's profiler: a trace file per rank, and a summary of its time shares. On CUDA
+it is the time of kernels on the device's streams, on a CPU the self time of operators."""
 
 import json
 import re
@@ -11,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +25,6 @@ from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.trainer.part import Part, Run, Step
 
 Kind = Literal["gemm", "attention", "communication", "optimizer", "other"]
-
-KINDS: tuple[Kind, ...] = ("gemm", "attention", "communication", "optimizer", "other")
-"""Categories in the order of the summary."""
-
 TITLES: dict[Kind, str] = {
     "gemm": "GEMM",
     "attention": "attention",
@@ -38,7 +32,7 @@ TITLES: dict[Kind, str] = {
     "optimizer": "optimizer and clipping",
     "other": "elementwise and other",
 }
-"""Category titles."""
+"""Titles of categories, in the order of the summary."""
 
 # The first match decides, so that rarer categories come first ("flash_fwd ... gemm").
 TABLE: tuple[tuple[Kind, str], ...] = (
@@ -82,13 +76,9 @@ class Span:
     """A kernel, operator or annotation on a timeline."""
 
     name: str
-    """Name in the profile."""
     kind: Kind
-    """Category, by name."""
     begin: float
-    """Start time."""
     end: float
-    """End time."""
     lane: object
     """Thread or stream; spans of a lane are nested or disjoint."""
     runs: bool = True
@@ -100,17 +90,14 @@ class TimeShares:
     """Time shares of a window; the five categories and `idle` add up to it."""
 
     window: float
-    """Length of the window."""
     spent: dict[Kind, float]
     """Time by category. Communication counts only where exposed; lanes that compute at once share the time evenly."""
     hidden: float
     """Time of communication that overlapped with computation."""
     idle: float
-    """Time in which nothing ran."""
 
 
-@dataclass(frozen=True)
-class _Segment:
+class _Segment(NamedTuple):
     begin: float
     end: float
     kind: Kind
@@ -125,8 +112,8 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
         if begin < end:
             events.append((begin, 1, segment.kind))
             events.append((end, -1, segment.kind))
-    running: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+    running: dict[Kind, int] = dict.fromkeys(TITLES, 0)
+    spent: dict[Kind, float] = dict.fromkeys(TITLES, 0.0)
     hidden = idle = 0.0
     now = first
     for when, change, kind in sorted(events):
@@ -146,8 +133,7 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
 
 
 def innermost(spans: Iterable[Span]) -> list[_Segment]:
-    """Cut each lane into segments by the category of its innermost span; `other` spans take the category of the span
-    around them."""
+    """Cut lanes into segments by category of the innermost span; `other` spans take that of the span around."""
     lanes: dict[object, list[Span]] = defaultdict(list)
     for span in spans:
         lanes[span.lane].append(span)
@@ -195,13 +181,9 @@ class NamedTime:
     """Total self time of one kernel or operator in a window."""
 
     name: str
-    """Name in the profile."""
     kind: Kind
-    """Category."""
     seconds: float
-    """Self time."""
     calls: int
-    """Number of calls."""
 
 
 @dataclass(frozen=True)
@@ -211,9 +193,7 @@ class ProfileSummary:
     device: str
     """`cuda` (kernels) or `cpu` (operators)."""
     first_step: int
-    """First step of the window."""
     last_step: int
-    """Last step of the window."""
     seconds: float
     """Length of the window; profiling slows steps, most of all those with small operators."""
     shares: dict[str, float]
@@ -225,11 +205,10 @@ class ProfileSummary:
 
     def line(self) -> str:
         """All shares on one line."""
-        parts = [f"{TITLES[kind]} {_percent(self.shares[kind])}" for kind in KINDS]
+        parts = [f"{title} {_percent(self.shares[kind])}" for kind, title in TITLES.items()]
         hidden = f", and {_percent(self.hidden_communication)} hidden" if self.hidden_communication else ""
-        return (
-            f"{', '.join(parts)} (communication exposed{hidden}), {IDLE[self.device]} {_percent(self.shares['idle'])}"
-        )
+        idle = f"{IDLE[self.device]} {_percent(self.shares['idle'])}"
+        return f"{', '.join(parts)} (communication exposed{hidden}), {idle}"
 
     def text(self) -> str:
         """A table of shares, then the longest kernels or operators."""
@@ -237,7 +216,7 @@ class ProfileSummary:
         lines = [
             f"steps {self.first_step} to {self.last_step}: {self.seconds:.3f} s, by the time of {timed}",
             "",
-            *(f"  {_percent(self.shares[kind]):>7}  {TITLES[kind]}" for kind in KINDS),
+            *(f"  {_percent(self.shares[kind]):>7}  {title}" for kind, title in TITLES.items()),
             f"  {_percent(self.shares['idle']):>7}  {IDLE[self.device]}",
             "",
             f"Communication is exposed communication. Another {_percent(self.hidden_communication)} overlapped.",
@@ -270,9 +249,8 @@ def summarize_profile(profiler: profile, *, device: str, first_step: int, last_s
         if on_device != (device == "cuda"):
             continue
         # Asynchronous events on a CPU (gloo's transfers) are not nested: each gets its own lane.
-        lane = (
-            number if event.is_async else (event.device_index, event.device_resource_id if on_device else event.thread)
-        )
+        stream = event.device_resource_id if on_device else event.thread
+        lane = number if event.is_async else (event.device_index, stream)
         annotation = on_device and bool(getattr(event, "is_user_annotation", False))
         runs = not annotation and not event.name.startswith(PHASE)
         spans.append(Span(event.name, kind_of(event.name), start, stop, lane, runs=runs))
@@ -331,11 +309,9 @@ class PhaseMarker(StepObserver):
         self._range: record_function | None = None
 
     def microbatch_begin(self, index: int) -> None:
-        """Mark forward and backward of a micro-batch."""
         self._begin(f"micro-batch {index}")
 
     def action_begin(self, action: Action) -> None:
-        """Mark a pipeline action: its kind, stage and micro-batch."""
         self._begin(f"{action.kind} stage {action.stage} micro-batch {action.microbatch}")
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
@@ -343,15 +319,12 @@ class PhaseMarker(StepObserver):
         self.end()
 
     def stage_reduction_begin(self, stage: int) -> None:
-        """Mark the gradient reduction of a pipeline stage."""
         self._begin(f"reduce gradients of stage {stage}")
 
     def gradients_ready(self, parts: object) -> None:
-        """Mark clipping and the optimizer."""
         self._begin("clip and optimizer")
 
     def end(self) -> None:
-        """End the current range."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._range = None
@@ -363,8 +336,7 @@ class PhaseMarker(StepObserver):
 
 
 class ProfileWindow(Part):
-    """Profiles the window of steps given by `profiling.start` and `profiling.steps`, counted from the first step of
-    this attempt."""
+    """Profiles `profiling.steps` steps, from `profiling.start` steps after this attempt's beginning."""
 
     name = "profile"
     isolated = False  # it runs nothing of a model's
@@ -375,7 +347,6 @@ class ProfileWindow(Part):
         self._stack = ExitStack()
 
     def begin(self, run: Run) -> None:
-        """Count from the first step of this attempt."""
         self.first = run.first_step + self.config.start
 
     def before(self, step: int) -> None:
@@ -396,7 +367,6 @@ class ProfileWindow(Part):
         self._stack.close()
 
     def after(self, step: Step) -> None:
-        """Write the trace after the last step of the window."""
         self._stack.close()
         if self._profiler is not None and step.step >= self.first + self.config.steps:
             profiler, self._profiler = self._profiler, None

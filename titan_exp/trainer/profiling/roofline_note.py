@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.throughput import PeakRate, device_name, matmul_rate, read_rates
-from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.part import Part, Phase, Run, Step
 
 
@@ -22,7 +20,6 @@ class Roofline:
     """Figures of one attempt, per device. None means unknown."""
 
     device: str
-    """Name of rank 0's device."""
     seconds: float
     """Measured seconds of steps after warm-up, without evaluation, checkpoints and exports."""
     step_seconds: float
@@ -32,9 +29,7 @@ class Roofline:
     tflops: float
     """`flops_per_token` times measured tokens per second and device."""
     peak_tflops: float | None
-    """Peak rate of the device."""
     peak_source: str | None
-    """Source of the peak rate."""
     optimizer_bytes: int
     """Minimum bytes that one update with clipping moves, computed from rank 0's tensors."""
     copy_rate: float | None
@@ -49,11 +44,8 @@ class Roofline:
 
     def text(self) -> str:
         """The note as logged."""
-        share = (
-            f", {self.short}"
-            if self.short
-            else ". We do not know the peak of this device, and titan-exp doctor measures it"
-        )
+        unknown = ". We do not know the peak of this device, and titan-exp doctor measures it"
+        share = f", {self.short}" if self.short else unknown
         flops = (
             f"roofline: {_flops(self.tflops)} per device (the model's FLOPs, computed from its shapes, over "
             f"{self.seconds:.1f} s of steps, measured){share}"
@@ -76,48 +68,44 @@ class RooflineNote(Part):
     isolated = False  # it runs nothing of a model's
 
     def begin(self, run: Run) -> None:
-        """Get the clocks of the run."""
         self._run = run
 
     def finish(self, step: Step) -> None:
-        """Write the note."""
-        _note(self._run.experiment.training, self._run.report, self._run.state.optimizer)
-
-
-def _note(training: TrainingConfig, report: Report, optimizer: torch.optim.Optimizer) -> None:
-    spent = report.throughput.spent
-    if not report.leader or not (spent.tokens and spent.training):
-        return
-    device, file = report.mesh.device, report.folder.roofline
-    measured = read_rates(report.cache, device_name(device))
-    dtype = "bf16" if training.mixed_precision == "bf16" else "fp32"
-    peak = report.peak or _share_of_cores(matmul_rate(device, dtype, report.cache), device)
-    rate = spent.tokens / spent.training / report.mesh.world.size()
-    clipped = training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients)
-    note = Roofline(
-        device=device_name(device),
-        seconds=spent.training,
-        step_seconds=spent.training / spent.steps,
-        flops_per_token=report.flops_per_token,
-        tflops=rate * report.flops_per_token / 1e12,
-        peak_tflops=None if peak is None else peak.tflops,
-        peak_source=None if peak is None else peak.source,
-        optimizer_bytes=optimizer_traffic(optimizer, clipped=clipped),
-        copy_rate=None if measured is None else measured.copy,
-    )
-    get_logger().info("%s", note.text())
-    try:
-        write_atomically(file, json.dumps({**asdict(note), "short": note.short}) + "\n", durable=False)
-    except OSError as error:
-        get_logger().error("cannot write %s (%s)", file, error.strerror or error)
+        training, report, optimizer = self._run.experiment.training, self._run.report, self._run.state.optimizer
+        spent = report.throughput.spent
+        if not report.leader or not (spent.tokens and spent.training):
+            return
+        device, file = report.mesh.device, report.folder.roofline
+        measured = read_rates(report.cache, device_name(device))
+        dtype = "bf16" if training.mixed_precision == "bf16" else "fp32"
+        peak = report.peak or matmul_rate(device, dtype, report.cache)
+        if peak is not None and report.peak is None and device.type == "cpu":  # this rank has a share of the cores
+            cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+            source = peak.source if threads >= cores else f"{threads} of {cores} cores of the {peak.source}"
+            peak = PeakRate(peak.tflops * min(1.0, threads / cores), source)
+        rate = spent.tokens / spent.training / report.mesh.world.size()
+        clipped = training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients)
+        note = Roofline(
+            device=device_name(device),
+            seconds=spent.training,
+            step_seconds=spent.training / spent.steps,
+            flops_per_token=report.flops_per_token,
+            tflops=rate * report.flops_per_token / 1e12,
+            peak_tflops=None if peak is None else peak.tflops,
+            peak_source=None if peak is None else peak.source,
+            optimizer_bytes=optimizer_traffic(optimizer, clipped=clipped),
+            copy_rate=None if measured is None else measured.copy,
+        )
+        get_logger().info("%s", note.text())
+        try:
+            write_atomically(file, json.dumps({**asdict(note), "short": note.short}) + "\n", durable=False)
+        except OSError as error:
+            get_logger().error("cannot write %s (%s)", file, error.strerror or error)
 
 
 def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int:
-    """Minimum bytes that an update moves on this rank.
-
-    Weights and states are read and written; gradients are read for the norm and for the update, and a separate clipping
-    pass reads and writes them once more.
-    """
+    """Minimum bytes that an update moves on this rank. Weights and states are read and written; gradients are read for
+    the norm and for the update, and a separate clipping pass reads and writes them once more."""
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -125,15 +113,6 @@ def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int
             tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
             total += 2 * (_bytes(parameter) + sum(map(_bytes, tensors))) + gradient * (4 if clipped else 2)
     return total
-
-
-def _share_of_cores(peak: PeakRate | None, device: torch.device) -> PeakRate | None:
-    """Scale a CPU's peak to the threads of this rank."""
-    if peak is None or device.type != "cpu":
-        return peak
-    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
-    source = peak.source if threads >= cores else f"{threads} of {cores} cores of the {peak.source}"
-    return PeakRate(peak.tflops * min(1.0, threads / cores), source)
 
 
 def _flops(tflops: float) -> str:

@@ -23,14 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
-"""Backends of torch.compile that generate no code."""
 
 
 def slower_options(experiment: Experiment) -> Iterator[str]:
-    """Options that are slower than leaving them off, each with the reason and the faster value.
-
-    Lists only options known to be slower without a measurement. The layout must be resolved.
-    """
+    """Options that are slower than leaving them off, each with the reason and the faster value. Lists only options
+    known to be slower without a measurement. The layout must be resolved."""
     cuda = device_type(experiment.cluster) == "cuda"
     yield from _replicated_weights(experiment)
     yield from repeated_reading(experiment.data, ResolvedLayout.of(experiment))
@@ -63,8 +60,7 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
 
 
 def repeated_reading(data: DataConfig, layout: ResolvedLayout) -> Iterator[str]:
-    """Virtual shards that several data-parallel ranks read, if there are any, and the shard counts with which each
-    shard has one reader. Data tokenized in advance has none."""
+    """Virtual shards of streamed text that several data-parallel ranks read, and counts with one reader each."""
     shards, ranks = data.virtual_shards, layout.dp_degree
     readers = ranks // gcd(shards, ranks)
     if readers > 1 and (data.streaming or data.source not in sources()):
@@ -115,14 +111,10 @@ def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool)
             "fp32. Use quantization=none"
         )
         return
-    spec = model_spec(model)
-    small = [
-        name
-        for name, linear in (() if spec is None else spec.linears())
-        if linear.quantizable
-        and config.quantizes(name, linear.inputs, linear.outputs, layers=block_count(model))
-        and min(linear.inputs, linear.outputs) < SMALLEST_GEMM
-    ]
+    spec, layers = model_spec(model), block_count(model)
+    linears = {} if spec is None else {name: linear for name, linear in spec.linears() if linear.quantizable}
+    sizes = [(name, linear.inputs, linear.outputs) for name, linear in linears.items()]
+    small = [size for size in sizes if config.quantizes(*size, layers=layers) and min(size[1:]) < SMALLEST_GEMM]
     if small:
         yield (
             f"quantization.smallest_gemm={config.smallest_gemm} quantizes {len(small)} linears with fewer than "
@@ -166,24 +158,16 @@ class SpareMemory:
         if self._total is None or reserved is None or not self._options:
             return
         if reserved < (1 - SPARE_SHARE) * self._total:
-            get_logger().info(
-                "slower than necessary, perhaps: %s, and the run used at most %.1f of %.0f GiB",
-                self._options,
-                reserved,
-                self._total,
-            )
+            text = "slower than necessary, perhaps: %s, and the run used at most %.1f of %.0f GiB"
+            get_logger().info(text, self._options, reserved, self._total)
         self._options = ""
 
 
 def saving_options(experiment: Experiment) -> str:
     """Options in use that trade time for memory, each with its cost; empty if none."""
-    found = []
     mode = experiment.activation_checkpoint.mode
-    if mode != "none":
-        found.append(f"activation_checkpoint.mode={mode} recomputes activations (activation_checkpoint=none)")
-    if experiment.parallelism.cpu_offload:
-        found.append(
-            "parallelism.cpu_offload=true copies weights and gradients to and from the CPU "
-            "(parallelism.cpu_offload=false)"
-        )
-    return ", ".join(found)
+    recomputes = f"activation_checkpoint.mode={mode} recomputes activations (activation_checkpoint=none)"
+    copies = "parallelism.cpu_offload=true copies weights and gradients to and from the CPU "
+    copies += "(parallelism.cpu_offload=false)"
+    used = {recomputes: mode != "none", copies: experiment.parallelism.cpu_offload}
+    return ", ".join(option for option, is_used in used.items() if is_used)

@@ -1,9 +1,7 @@
-"""Times of a rank: steps without waiting for others, the first compilation, and unexpected recompilations.
-
-Ranks wait for each other in every step, so wall time is the same on all of them. We measure times that other ranks
-cannot lengthen: data loading, processor time of the main thread (the computation on a CPU, kernel launches with a GPU),
-and a small matmul on the device.
-"""
+"""Times of a rank: steps without waiting for others, the first compilation, and unexpected recompilations. Ranks wait
+for each other in every step, so wall time is the same on all of them. We measure times that other ranks cannot
+lengthen: data loading, processor time of the main thread (the computation on a CPU, kernel launches with a GPU), and a
+small matmul on the device."""
 
 import contextlib
 import os
@@ -122,30 +120,23 @@ ROWS = 3
 """Consecutive rows in which a rank must be slow before it is reported."""
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that has been slow for `ROWS` rows."""
+class Straggler(NamedTuple):
+    """A rank that has been slow for `ROWS` rows, with the reason as logged."""
 
     rank: int
-    """Global rank."""
     reason: str
-    """Cause of the delay, as logged."""
 
 
 class Stragglers:
-    """Straggler detection of one attempt, on rank 0.
-
-    Own times are compared within a pipeline stage, whose `stage_size` ranks are consecutive and do the same work; the
-    probe matmul is compared among all ranks.
-    """
+    """Straggler detection of one attempt, on rank 0. Own times are compared within a pipeline stage, whose `stage_size`
+    ranks are consecutive and do the same work; the probe matmul is compared among all ranks."""
 
     def __init__(self, stage_size: int, device: str) -> None:
         self._stage_size, self._probe_ratio = stage_size, PROBE_RATIO[device]
         self._rows: dict[tuple[int, str], int] = {}
 
     def find(self, times: Sequence[OwnTimes]) -> list[Straggler]:
-        """Check the times of all ranks in one row. A straggler is returned once, and again only after it has
-        recovered."""
+        """Check the times of all ranks in one row. A straggler is returned once, until it has recovered."""
         found = []
         for rank, own in enumerate(times):
             first = rank - rank % self._stage_size
@@ -153,17 +144,20 @@ class Stragglers:
             peers = [peer.own for other, peer in stage if other != rank]
             median = statistics.median(peers) if peers else own.own
             if self._persists(rank, "own", own.own > max(OWN_RATIO * median, median + MIN_SECONDS)):
-                found.append(Straggler(rank, _own_reason(own, median)))
+                reason = (
+                    f"its own time is {own.own:.3f} s a step, {own.own / max(median, 1e-9):.1f} times that of the "
+                    f"ranks that do the same work ({median:.3f} s), of which {own.data:.3f} s wait for data. Own time "
+                    "is data loading and processor time of the main thread, without waiting for other ranks"
+                )
+                found.append(Straggler(rank, reason))
             probes = [other.probe for number, other in enumerate(times) if number != rank and other.probe > 0]
             median = statistics.median(probes) if probes else own.probe
             if self._persists(rank, "probe", own.probe > self._probe_ratio * median):
-                found.append(
-                    Straggler(
-                        rank,
-                        f"its device takes {own.probe / median:.1f} times as long as the others' for the same small "
-                        f"matmul ({1e3 * own.probe:.3f} ms): is it throttled, shared, or another model?",
-                    )
+                reason = (
+                    f"its device takes {own.probe / median:.1f} times as long as the others' for the same small matmul "
+                    f"({1e3 * own.probe:.3f} ms): is it throttled, shared, or another model?"
                 )
+                found.append(Straggler(rank, reason))
         return found
 
     def _persists(self, rank: int, kind: str, slow: bool) -> bool:
@@ -172,24 +166,14 @@ class Stragglers:
         return rows == ROWS
 
 
-def _own_reason(own: OwnTimes, median: float) -> str:
-    return (
-        f"its own time is {own.own:.3f} s a step, {own.own / max(median, 1e-9):.1f} times that of the ranks that do "
-        f"the same work ({median:.3f} s), of which {own.data:.3f} s wait for data. Own time is data loading and "
-        "processor time of the main thread, without waiting for other ranks"
-    )
-
-
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable for the cache of inductor, its Triton kernels and AOTAutograd."""
 
 
 def set_compile_cache(folder: RunFolder, run_name: str) -> None:
-    """Set the compile cache of this process, unless the user has set one. Call it before anything compiles.
-
-    Entries are keyed by a hash of the graph, torch's version and its settings, so runs and ranks share them safely.
-    torch unpickles and executes them, so users do not share them. torch never deletes them.
-    """
+    """Set the compile cache of this process, unless the user has set one. Call it before anything compiles. Entries are
+    keyed by a hash of the graph, torch's version and its settings, so runs and ranks share them safely. torch unpickles
+    and executes them, so users do not share them. torch never deletes them."""
     if VARIABLE not in os.environ:
         with contextlib.suppress(UserError, OSError):  # another user's: torch's own default then
             # Not in `.cache`, whose owner could replace it.
@@ -209,15 +193,11 @@ def _runs_of(folder: RunFolder, run_name: str) -> Path:
 TUNING_PHASES = ("_template_precompiling", "_template_autotuning")
 """Endings of inductor's names for compiling and timing candidate kernels of a matmul."""
 MAX_WARNINGS = 3
-"""Maximum number of warnings per run."""
 
 
 class CompileReport:
-    """Logs compilation in this process, from torch's counters.
-
-    Compilation is expected in the first step and the first evaluation of an attempt. Later it means that shapes or
-    settings changed.
-    """
+    """Logs compilation in this process, from torch's counters. Compilation is expected in the first step and the first
+    evaluation of an attempt. Later it means that shapes or settings changed."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -229,7 +209,11 @@ class CompileReport:
 
     def after(self, phase: str, step: int) -> None:
         """Log compilation since the last call, attributed to `phase` ("step" or "evaluation") of `step`."""
-        compiled, first = _records_of_compilation(), phase not in self._begun
+        compiled, first = 0, phase not in self._begun
+        if "torch._dynamo.utils" in sys.modules:
+            from torch._dynamo.utils import compilation_time_metrics
+
+            compiled = sum(map(len, compilation_time_metrics.values()))
         if compiled == self._compiled and not first:
             return
         self._compiled, now = compiled, _Counters.read()
@@ -256,9 +240,9 @@ class CompileReport:
         if self._warnings > MAX_WARNINGS:
             return
         text = (
-            "recompiled in the %s at step %d, which took %.1f s: %s. To log every reason, set "
-            "TORCH_LOGS=recompiles. To train without compilation, use compile=none%s"
+            "recompiled in the %s at step %d, which took %.1f s: %s. To log every reason, set TORCH_LOGS=recompiles. "
         )
+        text += "To train without compilation, use compile=none%s"
         last = ". We do not log further ones" if self._warnings == MAX_WARNINGS else ""
         get_logger().warning(text, phase, step, seconds, _reasons(self._read_at) or "torch gives no reason", last)
 
@@ -285,15 +269,6 @@ class _Counters(NamedTuple):
         graphs, tuned = cached + compiled + inductor["fxgraph_cache_bypass"], inductor["select_algorithm_autotune"]
         tuning = sum(sum(times) for name, times in compilation_time_metrics.items() if name.endswith(TUNING_PHASES))
         return _Counters(seconds, graphs, cached, tuned, tuning)
-
-
-def _records_of_compilation() -> int:
-    """Number of times that compilation has been recorded in this process."""
-    if "torch._dynamo.utils" not in sys.modules:
-        return 0
-    from torch._dynamo.utils import compilation_time_metrics
-
-    return sum(map(len, compilation_time_metrics.values()))
 
 
 def _reasons(since: float) -> str:

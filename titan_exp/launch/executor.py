@@ -1,7 +1,6 @@
 """Executor interface: submit, query and cancel runs; identify a rank and join its rendezvous.
 
-An executor is `launch/KIND/executor.py` (`local`, `slurm`) or a user-defined class. `cluster.kind` is the folder name
-or the import path of the class.
+An executor is `launch/KIND/executor.py` (`local`, `slurm`), or your class; `cluster.kind` is KIND or its import path.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Processes(Protocol):
 
     def start(self) -> None:
         """Start them. Raises OSError if the logs cannot be written."""
-        ...
 
     def poll(self) -> bool:
         """Poll them; returns True once the attempt is over."""
@@ -57,11 +55,9 @@ class Processes(Protocol):
 
     def kill(self) -> None:
         """Kill them."""
-        ...
 
     def close(self) -> None:
         """Kill the processes that are left."""
-        ...
 
     def result(self) -> AttemptResult:
         """Result of the attempt; call after `poll` returned True."""
@@ -82,8 +78,7 @@ class WorldsSummary(ABC):
 
 
 class Worlds(ABC):
-    """Launch of runs with several worlds. On SLURM, each world is a task of one array, with the run's token in its
-    comment."""
+    """Launch of runs with several worlds; on SLURM, each is a task of one array, whose comment has the run's token."""
 
     noun: ClassVar[str]
     """Noun for one world, in texts for users."""
@@ -112,6 +107,7 @@ class Worlds(ABC):
 @cache
 def worlds_launch() -> Worlds | None:
     """Launch of runs with several worlds; None if no installed extension provides one. Raises UserError if two do."""
+    kinds = list(loaded("worlds"))
     kinds = list(loaded("worlds"))
     if len(kinds) > 1:
         modules = listed([kind.__module__ for kind in kinds], "and")
@@ -211,10 +207,7 @@ class NoOptions:
 
 
 class Executor(ABC):
-    """Launches runs and identifies their ranks.
-
-    Submitter and ranks are separate processes, so an executor holds no state between calls.
-    """
+    """Launches runs and identifies their ranks, in separate processes: it holds no state between calls."""
 
     Options: ClassVar[type[Any]] = NoOptions
     """Dataclass of `cluster.options`, which are recorded but are not part of the run's id."""
@@ -234,8 +227,7 @@ class Executor(ABC):
         return self.options(load_group(folder.config, "cluster", trust=True))
 
     def require(self, plans: Sequence[RunPlan]) -> None:  # noqa: B027  # not every executor needs something
-        """Check that runs can be submitted from this machine, before anything is written. Raises UserError if they
-        cannot."""
+        """Raise UserError if runs cannot be submitted from this machine, before anything is written."""
 
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
@@ -281,8 +273,7 @@ class Executor(ABC):
 
 
 def executor_for(kind: str) -> Executor:
-    """Build the executor for a `cluster.kind` or an attempt's `launched_by`. Raises UserError if it is unknown, or if
-    your class is not an executor."""
+    """Build the executor of a `cluster.kind` or a `launched_by`. Raises UserError if there is none."""
     if is_dotted(kind):
         return _own_executor(kind)(kind)
     kind = LOCAL if kind == BY_HAND else kind
@@ -304,10 +295,8 @@ def _own_executor(kind: str) -> type[Executor]:
         reason = "this class does not extend Executor"
         remedy = f"write class {own}(Executor), and import Executor from titan_exp.launch.executor"
     elif missing := sorted(found.__abstractmethods__):
-        reason, remedy = (
-            f"the class defines no {listed(missing, 'and no')}",
-            f"define {listed(missing, 'and')} in {own}",
-        )
+        reason = f"the class defines no {listed(missing, 'and no')}"
+        remedy = f"define {listed(missing, 'and')} in {own}"
     elif not dataclasses.is_dataclass(found.Options):
         reason, remedy = f"{own}.Options is not a dataclass", "write @dataclass(frozen=True) class Options"
     if reason:
@@ -374,8 +363,7 @@ def last_executor(folder: RunFolder) -> str:
 
 
 def trusted_executor(folder: RunFolder, launched_by: str) -> str:
-    """Executor kind of an attempt. It is `hand`, which asks no scheduler, if the attempt names code that this user did
-    not launch."""
+    """Executor kind of an attempt; `hand`, which asks no scheduler, if it names code that this user did not launch."""
     if not is_dotted(launched_by):
         return launched_by
     try:

@@ -19,7 +19,7 @@ from titan_exp.config.foreign_file import read_text
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.labels import names_all, words_of
 from titan_exp.config.study.ladder import LadderRung
-from titan_exp.launch.registration import Registration
+from titan_exp.launch.ledger import Registration
 from titan_exp.tracking.run_folder.files import FileLock, LockHolder, is_held, write_atomically
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run, read_json, readable_runs

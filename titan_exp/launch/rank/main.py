@@ -34,8 +34,8 @@ from titan_exp.launch.provenance import attempt_changes, edited_code
 from titan_exp.launch.rank import rank_env
 from titan_exp.launch.rank.host_agent import join_attempt
 from titan_exp.launch.watchdog import HangFiles, Watchdog
-from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.display import format_items
+from titan_exp.tracking.logging import PROGRESS
 from titan_exp.tracking.run_folder import files
 from titan_exp.tracking.run_folder.folder_owner import FolderWatch
 from titan_exp.tracking.run_folder.run import Run

@@ -12,11 +12,10 @@ from titan_exp.config.schema.data_sets import BITS, OF_THE_RUN, validation_docum
 from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.points import NAME, Point, baseline_of, folder_name, study_points
 from titan_exp.config.study.study import Direction, Pairs, Study
-from titan_exp.launch.evidence import paired_differences
-from titan_exp.launch.registration import Registration
+from titan_exp.launch.evidence import PairedRun, Standing, losing, paired_differences, standing_of
+from titan_exp.launch.ledger import Registration
 from titan_exp.launch.requests import gpu_hours
 from titan_exp.launch.run_plan import run_id
-from titan_exp.launch.standing import PairedRun, Standing, losing, standing_of
 from titan_exp.launch.sweep.rounds import Finished, Rounds, common_set
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
 from titan_exp.models.spec.lookup import model_spec

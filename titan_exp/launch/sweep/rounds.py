@@ -17,7 +17,7 @@ from titan_exp.config.schema.foreign_code import described
 from titan_exp.config.study.labels import text_of
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search
-from titan_exp.launch.registration import Registration
+from titan_exp.launch.ledger import Registration
 from titan_exp.launch.run_lookup import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
 from titan_exp.tracking.display import format_items
@@ -26,7 +26,7 @@ from titan_exp.tracking.run_folder.run import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder, has_diverged
 
 if TYPE_CHECKING:
-    from titan_exp.launch.standing import Standing  # imports NumPy, which other studies need not
+    from titan_exp.launch.evidence import Standing  # imports NumPy, which other studies need not
 
 REPEATS = 200
 """Draws per wanted point; more would mean that the ranges have hardly any other point."""

@@ -33,7 +33,7 @@ from titan_exp.tracking.run_folder.run_folder import has_diverged
 from titan_exp.trainer.profiling.slow_options import repeated_reading
 
 if TYPE_CHECKING:
-    from titan_exp.launch.standing import Standing  # imports NumPy
+    from titan_exp.launch.evidence import Standing  # imports NumPy
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:

@@ -10,8 +10,7 @@ from titan_exp.config.command_line.verb_options import RetryOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import require_plain
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
-from titan_exp.launch.memory_gate import gate_runs
-from titan_exp.launch.requests import outcome_records, request_lines
+from titan_exp.launch.memory_gate import gate_runs, outcome_records, request_lines
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_lookup import RunEntry, find_runs, require_one, runs_folder
 from titan_exp.launch.run_plan import RunPlan, plan_relaunch

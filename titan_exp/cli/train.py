@@ -23,9 +23,15 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.command_line.help import remarks
     from titan_exp.config.command_line.output import answer
     from titan_exp.launch.executor import executor_for
-    from titan_exp.launch.memory_gate import gate_run, is_done, predicted
+    from titan_exp.launch.memory_gate import (
+        gate_run,
+        outcome_records,
+        planned_records,
+        predicted,
+        request_lines,
+        script_records,
+    )
     from titan_exp.launch.provenance import report_stale
-    from titan_exp.launch.requests import outcome_records, planned_records, request_lines, run_label, script_records
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import laptop_rate, plan_run, rate_after_decay, related_runs
     from titan_exp.launch.run_status import print_dry_run
@@ -48,23 +54,23 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     report_stale([plan], print)
     executor, options = executor_for(experiment.cluster.kind), current_sweep_options()
     dry_run = options.dry_run
-    if not dry_run and not is_done(plan):
+    if not dry_run and not plan.is_done:
         executor.require([plan])
     gated = gate_run(plan, RunConsole().echo)
-    for line in () if is_done(plan) else request_lines([gated]):
+    for line in () if plan.is_done else request_lines([gated]):
         print(line)
     if dry_run:
         for line in predicted(gated):
             print(line)
         print_dry_run(executor, gated)
         if options.json:
-            records = planned_records([gated], [run_label(gated)])
+            records = planned_records([gated], [gated.name])
             answer({"dry_run": True, "exit_code": 0, "runs": records, "scripts": script_records([gated])})
         return 0
     submission = executor.launch(gated)
     code = submission.exit_code
     if options.json:
-        answer({"exit_code": code, "runs": outcome_records([submission], [run_label(gated)])})
+        answer({"exit_code": code, "runs": outcome_records([submission], [gated.name])})
     # A run fetched from checkpoint.remote, or without steps, has no metrics.
     if code == 0 and executor.waits and experiment.training.steps and plan.folder.metrics.exists():
         _report_result(plan.experiment, plan.folder.path)

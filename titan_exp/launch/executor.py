@@ -154,6 +154,35 @@ class RunPlan:
         """Resolved layout of the experiment."""
         return ResolvedLayout.of(self.experiment)
 
+    @property
+    def size(self) -> str:
+        """Nodes and processes, in words."""
+        nodes, tasks = self.layout.nodes, min(self.layout.world_size, self.layout.node_size)
+        size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+        worlds = self.layout.cluster.worlds
+        return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"
+
+    @property
+    def runs(self) -> Path:
+        """Folder with the runs of all experiments."""
+        return self.folder.path.parents[1]
+
+    @property
+    def name(self) -> str:
+        """NAME/ID, by which other verbs find it."""
+        return "/".join(self.folder.path.parts[-2:])
+
+    @property
+    def job_name(self) -> str:
+        """Name in a list of jobs."""
+        return f"{self.experiment.experiment.name}-{self.run_id}"
+
+    @property
+    def is_done(self) -> bool:
+        """True if state.json records the run as done."""
+        state = self.folder.read_state()
+        return state is not None and state.state == "done"
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -168,6 +197,11 @@ class Submission:
     """Explanation for the user."""
     exit_code: int = 0
     """Exit code of the run if the executor waits, 2 if refused; if not started, 85 after a stop request, else 130."""
+
+    @classmethod
+    def refused(cls, plan: RunPlan, reason: str, job_id: str | None = None) -> Submission:
+        """Result of a run that is not submitted."""
+        return cls(plan, "refused", job_id, reason, UserError.exit_code)
 
     @property
     def shown(self) -> str:
@@ -315,11 +349,6 @@ def ask_to_stop(folder: RunFolder, status: JobStatus | None, reason: str) -> str
     return f"asked to save and stop ({who})"
 
 
-def refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submission:
-    """Result of a run that is not submitted."""
-    return Submission(plan, "refused", job_id, reason, UserError.exit_code)
-
-
 def worst_exit_code(submissions: Sequence[Submission]) -> int:
     """Combined exit code: 130 after Ctrl-C, else 1 if any run failed or was refused, 85 if any stopped, 0 otherwise."""
     order = (0, 85, 1, 130)
@@ -332,7 +361,7 @@ def print_submission(submission: Submission) -> None:
     name = typed_path(submission.plan.folder.path)
     line = submission.shown + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
-        line += f", {size_text(submission.plan.layout)}"
+        line += f", {submission.plan.size}"
     if submission.outcome == "refused":
         print(f"{line}: {name}\n{indent(submission.reason or '', '  ')}", file=sys.stderr)
         return
@@ -347,13 +376,6 @@ def typed_path(path: Path) -> str:
     """Path as a user would type it: relative below the current folder."""
     name = os.path.relpath(path)
     return str(path) if name.startswith("..") else name
-
-
-def size_text(layout: ResolvedLayout) -> str:
-    """Nodes and processes of a run, in words."""
-    nodes, tasks, worlds = layout.nodes, min(layout.world_size, layout.node_size), layout.cluster.worlds
-    size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
-    return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"
 
 
 def last_executor(folder: RunFolder) -> str:

@@ -16,7 +16,6 @@ from titan_exp.launch.executor import (
     RunPlan,
     WorldsSummary,
     executor_for,
-    size_text,
     summarize_worlds,
     trusted_executor,
 )
@@ -61,11 +60,11 @@ def print_dry_run(executor: Executor, plan: RunPlan) -> None:
     folder, layout = plan.folder, plan.layout
     status = run_status(folder) if folder.path.exists() else None
     if status is None or status.state == "new":
-        print(f"would start {folder.path}, {size_text(layout)}, to step {plan.experiment.training.last_step}")
+        print(f"would start {folder.path}, {plan.size}, to step {plan.experiment.training.last_step}")
     elif status.state == "done" or status.active:
         print(f"would start nothing: {folder.path} is {status.shown}, after step {status.step}")
     else:
-        print(f"would continue {folder.path}, {status.shown} after step {status.step}, {size_text(layout)}")
+        print(f"would continue {folder.path}, {status.shown} after step {status.step}, {plan.size}")
     script = executor.script(plan)
     if script is not None:
         print(f"\n{script}", end="")

@@ -129,7 +129,9 @@ def _unrecorded(
     elif record is None:
         failure = attempt_end.failure_at_start(rank, time.time(), path)
     else:
-        failure = attempt_end.failure_without_traceback(rank, time.time(), path)
+        # It ended in native code, for example by a segmentation fault.
+        reason = f"rank {rank} ended without a traceback"
+        failure = RankFailure(rank, time.time(), FAILED, reason, attempt_end.tail(path))
     return replace(failure, reason=failure.reason + (f" (srun: {message})" if message else ""))
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.code_snapshot import CodeSnapshot, take_code_snapshot
-from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions, refused, several_worlds
+from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions, several_worlds
 from titan_exp.launch.rank.host_agent import LOOPBACK, publish_address
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo, forget_torchrun
-from titan_exp.launch.remote import RemoteExecutor, runs_of
+from titan_exp.launch.remote import RemoteExecutor
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.epilogue import CANCELLED
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
@@ -127,7 +127,7 @@ class SlurmExecutor(RemoteExecutor):
     def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:
         """Submit an array for each group of runs with equal resources."""
         for group in group_by_resources(plans):
-            yield from _submit_group(self, Batch(runs_of(plans[0]), group, snapshot))
+            yield from _submit_group(self, Batch(plans[0].runs, group, snapshot))
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
         """Submit one run."""
@@ -136,8 +136,8 @@ class SlurmExecutor(RemoteExecutor):
 
     def script(self, plan: RunPlan) -> str:
         """Batch script of a run, with TOKEN in place of the submission's token."""
-        snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
-        return Batch(runs_of(plan), [plan], snapshot, token="TOKEN").text
+        snapshot = take_code_snapshot(plan.runs, [plan.experiment], write=False)
+        return Batch(plan.runs, [plan], snapshot, token="TOKEN").text
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Job status by run folder path, in one query.
@@ -206,7 +206,7 @@ class SlurmExecutor(RemoteExecutor):
         row = self.attempt(plan.folder)
         if not status.jobs or row is None or row.token is None or row.end is not None:
             return None
-        if is_being_submitted(runs_of(plan), row.token):
+        if is_being_submitted(plan.runs, row.token):
             return None
         present = {int(job.rpartition("_")[2]) for job in status.jobs}
         numbers = tuple(number for number in range(plan.layout.cluster.worlds) if number not in present)
@@ -234,10 +234,12 @@ class SlurmExecutor(RemoteExecutor):
         found, row = super().existing(plan, status, snapshot), self.attempt(plan.folder)
         missing = None if status is None else self.missing_worlds(plan, status)
         if found is not None and missing is not None:
-            return _submit_missing(plan, Batch(runs_of(plan), [plan], snapshot, missing), missing)
+            return _submit_missing(plan, Batch(plan.runs, [plan], snapshot, missing), missing)
         token = None if row is None or row.end is not None else row.token
-        if found is None and token is not None and is_being_submitted(runs_of(plan), token):
-            return refused(plan, "an earlier submission of this run still waits for SLURM, so try again soon")
+        if found is None and token is not None and is_being_submitted(plan.runs, token):
+            return Submission.refused(
+                plan, "an earlier submission of this run still waits for SLURM, so try again soon"
+            )
         return found
 
 
@@ -255,9 +257,9 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
                 yield slurm.record_submitted(plan, attempt, status.job_id)
             elif isinstance(error, RejectedError) and status.state == "gone":
                 plan.folder.update_attempt(attempt, end=time.time(), reason=f"not submitted: {error}")
-                yield refused(plan, error.explanation)
+                yield Submission.refused(plan, error.explanation)
             else:
-                yield refused(plan, f"{error}. Type the same command again to ask SLURM for the job")
+                yield Submission.refused(plan, f"{error}. Type the same command again to ask SLURM for the job")
         return
     yield from thread_map(lambda each: slurm.record_submitted(*each), zip(batch.plans, attempts, jobs, strict=True))
 
@@ -268,7 +270,7 @@ def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingWorlds) -> Subm
     try:
         (job,) = batch.submit()
     except (RejectedError, UncertainError) as error:
-        return refused(plan, f"groups {_listed(missing.numbers)}: {error}")
+        return Submission.refused(plan, f"groups {_listed(missing.numbers)}: {error}")
     return Submission(plan, "submitted", job, f"only groups {_listed(missing.numbers)}, which had no job")
 
 

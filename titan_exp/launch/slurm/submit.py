@@ -126,7 +126,7 @@ class Batch:
         single = len(plans) == 1
         first = plans[0]
         self._script = Script(
-            name=_job_name(first) if single else first.experiment.experiment.name,
+            name=first.job_name if single else first.experiment.experiment.name,
             token=self.token,
             resources=resources_of(first),
             snapshot=snapshot,
@@ -158,7 +158,7 @@ class Batch:
                 link.symlink_to(folder.path, target_is_directory=True)
             single = replace(
                 self._script,
-                name=_job_name(plan),
+                name=plan.job_name,
                 token=self.token_of(index),
                 folder=str(folder.path),
                 array=None,
@@ -240,10 +240,6 @@ def submissions_folder(runs: Path) -> Path:
 def is_being_submitted(runs: Path, token: str) -> bool:
     """True if the submission's sbatch is still running."""
     return any(is_held(folder / token.partition("_")[0] / "sbatch.lock") for folder in runs.glob(".slurm-*"))
-
-
-def _job_name(plan: RunPlan) -> str:
-    return f"{plan.experiment.experiment.name}-{plan.run_id}"
 
 
 def _without_outer_jobs(script: Script) -> dict[str, str | None]:

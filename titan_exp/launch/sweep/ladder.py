@@ -321,7 +321,7 @@ def _step_seconds(planned: Mapping[tuple[str, str], PlannedPoint]) -> dict[tuple
     found: dict[tuple[str, str], float] = {}
     for key, plan in asked.items():
         wanted = replace(plan.experiment, plan=replace(plan.experiment.plan, predict="always"))
-        (check,) = check_memory([wanted], plan.folder.path.parents[1], lambda _: None)
+        (check,) = check_memory([wanted], plan.runs, lambda _: None)
         if check.prediction is not None and check.prediction.step_seconds is not None:
             found[key] = check.prediction.step_seconds
     return found

@@ -14,7 +14,7 @@ from titan_exp.config.study.points import NAME, Point, baseline_of, folder_name,
 from titan_exp.config.study.study import Direction, Pairs, Study
 from titan_exp.launch.evidence import PairedRun, Standing, losing, paired_differences, standing_of
 from titan_exp.launch.ledger import Registration
-from titan_exp.launch.requests import gpu_hours
+from titan_exp.launch.memory_gate import gpu_hours
 from titan_exp.launch.run_plan import run_id
 from titan_exp.launch.sweep.rounds import Finished, Rounds, common_set
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan

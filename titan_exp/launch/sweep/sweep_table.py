@@ -13,7 +13,7 @@ from rich.table import Table
 from titan_exp.config.command_line.help import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
 from titan_exp.launch.executor import Submission, executor_for, typed_path
-from titan_exp.launch.requests import (
+from titan_exp.launch.memory_gate import (
     gpu_hours,
     outcome_records,
     planned_records,

@@ -22,8 +22,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.study.points import Point, require_swept_once, values_of
 from titan_exp.launch.executor import Executor, Submission, SubmitOptions, executor_for, worst_exit_code
+from titan_exp.launch.memory_gate import request_lines
 from titan_exp.launch.provenance import report_stale
-from titan_exp.launch.requests import request_lines
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.run_status import run_statuses

@@ -46,7 +46,7 @@ def start_again(bad: Path) -> int:
     with acquire_run(folder, "launcher", print):
         number = local_run._open_attempt(plan, folder.read_state(), RunConsole(), renew=True)
         JsonlSink(folder.metrics, number).close("done")
-        close_attempt(folder, number, "failed", exit_code=1, reason="a test", overrule=True)
+        close_attempt(folder, number, AttemptResult("failed", 1, "a test"))
     return 0
 
 

@@ -123,16 +123,14 @@ def tail(log: Path) -> str:
     return "\n".join([f"End of {log}:", *lines]) if lines else ""
 
 
-def close_attempt(
-    folder: RunFolder, attempt: int, state: StateName, *, exit_code: int, reason: str | None, overrule: bool
-) -> None:
+def close_attempt(folder: RunFolder, attempt: int, result: AttemptResult, *, overrule: bool = True) -> None:
     """Record the end of an attempt. Launcher and SLURM epilogue `overrule` a failure that a rank recorded, after all
     ranks have ended; among ranks the first recorded failure is kept as the cause."""
     now = folder.read_state()
     if not overrule and now is not None and now.attempt == attempt and now.state == "failed":
         return
-    folder.write_state(RunState(state, last_step(folder, attempt), time.time(), attempt, reason))
-    folder.update_attempt(attempt, end=time.time(), exit=exit_code, reason=reason)
+    folder.write_state(RunState(result.state, last_step(folder, attempt), time.time(), attempt, result.reason))
+    folder.update_attempt(attempt, end=time.time(), exit=result.exit_code, reason=result.reason)
 
 
 def last_step(folder: RunFolder, attempt: int) -> int:

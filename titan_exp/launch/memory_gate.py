@@ -296,7 +296,7 @@ def scripts(plans: Sequence[RunPlan]) -> Iterator[tuple[Sequence[RunPlan], str]]
     """Job script of a run for each different request, with all runs that ask the same; none without scripts."""
     groups: dict[str, list[RunPlan]] = {}
     for plan in plans:
-        groups.setdefault(repr(plan.layout.cluster(plan.layout)), []).append(plan)
+        groups.setdefault(repr((plan.layout.cluster, plan.size)), []).append(plan)
     for group in groups.values():
         script = executor_for(group[0].experiment.cluster.kind).script(group[0])
         if script is not None:

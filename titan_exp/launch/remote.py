@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.attempt_end import close_attempt, close_dead_attempts
+from titan_exp.launch.attempt_end import AttemptResult, close_attempt, close_dead_attempts
 from titan_exp.launch.code_snapshot import CodeSnapshot, take_code_snapshot
 from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submission, SubmitOptions, ask_to_stop
 from titan_exp.launch.provenance import Provenance, read_provenance, report_changes, report_large_patch
@@ -362,7 +362,7 @@ class HostsExecutor(RemoteExecutor):
             except FAILURES as error:
                 reason = f"cannot start {host}: {said(error)}"
                 # The agents of other hosts end as they see it.
-                close_attempt(plan.folder, job.attempt, "failed", exit_code=FAILED, reason=reason, overrule=True)
+                close_attempt(plan.folder, job.attempt, AttemptResult("failed", FAILED, reason))
                 return Submission(plan, "failed", job.token, reason, FAILED)
         return submission
 

@@ -57,7 +57,7 @@ def count_states(states: Sequence[str]) -> str:
 
 def print_dry_run(executor: Executor, plan: RunPlan) -> None:
     """Print what submitting a run would do, and its job script; writes nothing."""
-    folder, layout = plan.folder, plan.layout
+    folder = plan.folder
     status = run_status(folder) if folder.path.exists() else None
     if status is None or status.state == "new":
         print(f"would start {folder.path}, {plan.size}, to step {plan.experiment.training.last_step}")

@@ -139,14 +139,13 @@ class _Execution:
         return result
 
     def _close(self, result: attempt_end.AttemptResult) -> None:
-        state, code, reason = result.state, result.exit_code, result.reason
         moved = self.folder_watch.moved_to()
         if moved is not None:
             self.folder = RunFolder(moved)
         if not self.folder_watch.holds(self.folder.path) or not self.folder.config.exists():
             return  # the folder was deleted, and another run may have begun at its path
         try:
-            attempt_end.close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
+            attempt_end.close_attempt(self.folder, self.attempt, result)
         except OSError as error:
             # The exit code must still be returned; the next start closes the attempt.
             self.console.error(f"Cannot write {self.folder.state} ({error.strerror}).")

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
     result = attempt_result(folder, row, job, code)
-    close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
+    close_attempt(folder, row.attempt, result)
     if result.detail:
         print(result.detail)
     return requeue(folder, row, job, result, load_experiment(folder.config, trust=True).cluster)
@@ -161,8 +161,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
         f"srun: rank {log.exits[0].rank}: {log.exits[0].message}" if log.exits else f"srun ended with exit code {code}"
     )
     remedy = f", since host memory ran out: {MORE_MEMORY}{attempt_end.LESS_MEMORY}" if log.out_of_memory else ""
-    reason = f"no rank started ({why}){remedy}"
-    close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
+    close_attempt(folder, row.attempt, AttemptResult("failed", code, f"no rank started ({why}){remedy}"))
     return code
 
 
@@ -188,8 +187,7 @@ def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cl
             f"not requeued: {format_items(requeues, 'attempt')} in a row wrote no new checkpoint (cluster.max_requeues="
             f"{cluster.max_requeues}). To submit it again, type titan-exp train --config-path {folder.path}"
         )
-        reason = f"{result.reason}, {why}"
-        close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=reason, overrule=True)
+        close_attempt(folder, row.attempt, replace(result, reason=f"{result.reason}, {why}"))
         print(f"{text}, {why}")
         return FAILED
     folder.add_attempt(

@@ -18,8 +18,8 @@ import pytest
 
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.attempt_end import acquire_run, close_attempt
-from titan_exp.launch.local import run as local_run
+from titan_exp.launch.attempt_end import AttemptResult, acquire_run, close_attempt
+from titan_exp.launch.local import executor as local_run
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import plan_relaunch
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink, read_last_values

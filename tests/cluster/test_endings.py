@@ -9,7 +9,7 @@ import torch
 from tests.cluster.submitting import Submitting, ends, last
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.launch.attempt_end import failure_from_error
-from titan_exp.launch.local.run import run
+from titan_exp.launch.local.executor import run
 from titan_exp.launch.rank.rank_env import read_record
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -302,7 +302,7 @@ RECORDER_ENTRIES = "2000"
 
 
 class Watchdog(threading.Thread):
-    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process, and so may `on_poll`, at each poll."""
+    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process, and so may `on_poll`."""
 
     def __init__(
         self,

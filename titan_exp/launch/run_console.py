@@ -88,7 +88,7 @@ DEBOUNCE = 0.5
 
 
 class Interrupts:
-    """Counts SIGINT, SIGTERM and SIGHUP inside the block, in the main thread; an ignored SIGHUP (nohup) stays ignored."""
+    """Counts SIGINT, SIGTERM and SIGHUP inside the block, in the main thread. An ignored SIGHUP (nohup) stays so."""
 
     def __init__(self) -> None:
         self.first: str | None = None

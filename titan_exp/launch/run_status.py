@@ -39,7 +39,9 @@ def run_statuses(folders: Sequence[RunFolder | Run]) -> dict[Path, RunStatus]:
         except UserError as error:
             statuses[path] = RunStatus("unreadable", 0, str(error), 0)
     for kind, of_kind in unsure.items():
-        job_statuses = _job_statuses(kind, [run.folder for run in of_kind])
+        job_statuses: Mapping[Path, JobStatus] = {}
+        with suppress(UserError):  # the executor's class is not importable here
+            job_statuses = executor_for(kind).status([run.folder for run in of_kind])
         for run in of_kind:
             statuses[run.folder.path] = _merge(run, job_statuses.get(run.folder.path))
     return statuses
@@ -70,13 +72,6 @@ def print_dry_run(executor: Executor, plan: RunPlan) -> None:
         print(f"\n{script}", end="")
 
 
-def _job_statuses(kind: str, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-    try:
-        return executor_for(kind).status(folders)
-    except UserError:
-        return {}  # the executor's class is not importable here
-
-
 def _merge(run: Run, job: JobStatus | None) -> RunStatus:
     """Merge the job status into the status from files."""
     status = run.status
@@ -87,10 +82,9 @@ def _merge(run: Run, job: JobStatus | None) -> RunStatus:
         last, beat = run.attempts[-1], run.heartbeat
         if status.state in ENDED and last.end is not None:
             return status
-        seen = (
-            "" if beat is None else f", last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
-        )
-        reason = f"{last.launched_by} does not answer: {job.reason}{seen}"
+        reason = f"{last.launched_by} does not answer: {job.reason}"
+        if beat is not None:
+            reason += f", last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
         return RunStatus("unknown", step, reason, attempt, job_id)
     if job.state in ("queued", "running"):
         # Until a requeued run starts again, its files describe the previous attempt.
@@ -163,27 +157,21 @@ class StatusRow:
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
-    """Build the status row of each run."""
-    now = run_statuses([entry.run for entry in found])
-    return [_row_or_damage(entry, now[entry.folder.path]) for entry in found]
-
-
-def _row_or_damage(entry: RunEntry, status: RunStatus) -> StatusRow:
-    """Row of a run. If a damaged file would break the table, the row has the damage as its reason."""
-    try:
-        return _row(entry, status)
-    except UserError as error:
-        name, folder = entry.folder.path.name, str(entry.folder.path)
-        return StatusRow(
-            *(entry.label, entry.group, name, folder, "unreadable", status.step),
-            *(None, None, None, None, None, None, status.job_id, status.reason or str(error), entry.removed),
-            asked=entry.asked,
-        )
+    """Build the status row of each run. If a file of it is damaged, the row has the damage as its reason."""
+    now, rows = run_statuses([entry.run for entry in found]), list[StatusRow]()
+    for entry in found:
+        path, status = entry.folder.path, now[entry.folder.path]
+        try:
+            rows.append(_row(entry, status))
+        except UserError as error:
+            known = (entry.label, entry.group, path.name, str(path), "unreadable", status.step)
+            rest = (status.job_id, status.reason or str(error), entry.removed)
+            rows.append(StatusRow(*known, None, None, None, None, None, None, *rest, asked=entry.asked))
+    return rows
 
 
 def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
-    run = entry.run
-    values = run.last_values
+    run, values = entry.run, entry.run.last_values
     # Metrics may be ahead of state.json, written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
     step = max(status.step, logged)
@@ -193,6 +181,9 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     except UserError:  # missing or damaged; `show` explains which
         training, device = {}, {}
         steps = None if entry.folder.config.exists() or entry.point is None else entry.point.steps
+    on_gpu = device.get("device") == "cuda"
+    if device.get("device") not in ("cpu", "cuda"):  # it is left to the machine
+        on_gpu = bool((_known(lambda: run.environment) or {}).get("gpus"))
     own = training.get("parts")
     parts = [f"{name}/" for name in own] if isinstance(own, dict) else []
     evaluated = ("validation_loss/", "validation_bits_per_byte", *(f"{name}/" for name in provided("parts")))
@@ -209,7 +200,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         tokens_per_second=values.get("tokens_per_second"),
         mfu=values.get("mfu"),
         seconds_left=_seconds_left(run, step, steps) if status.state == "running" and steps is not None else None,
-        gpu_hours=_hours(run, status) if _is_on_gpu(run, device.get("device")) else None,
+        gpu_hours=_process_hours(run, status) if on_gpu else None,
         job_id=status.job_id,
         reason=status.reason,
         removed=entry.removed,
@@ -248,28 +239,19 @@ def _seconds_left(run: Run, step: int, steps: int) -> float | None:
     left, done = steps - step, int(logged)
     if run.config["training"].get("batch_ramp"):
         training = run.group("training")
-        ends = [
-            sequences_after(training.batch_ramp, training.global_batch_size, end) for end in (steps, step, int(logged))
-        ]
-        left, done = ends[0] - ends[1], ends[2]
+        ramp, batch = training.batch_ramp, training.global_batch_size
+        last, now, done = (sequences_after(ramp, batch, end) for end in (steps, step, int(logged)))
+        left = last - now
     return left * tokens / done / speed
 
 
-def _hours(run: Run, status: RunStatus) -> float:
-    """Process-hours of all attempts."""
+def _process_hours(run: Run, status: RunStatus) -> float:
     seconds = 0.0
     for row in run.attempts:
         if row.start is not None:
             end = row.end if row.end is not None else (time.time() if status.state == "running" else row.start)
             seconds += (end - row.start) * row.world_size
     return seconds / 3600
-
-
-def _is_on_gpu(run: Run, device: object) -> bool:
-    """True if the configuration says GPU, or leaves it to the machine and the machine has GPUs."""
-    if device in ("cpu", "cuda"):
-        return device == "cuda"
-    return bool((_known(lambda: run.environment) or {}).get("gpus"))
 
 
 def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
@@ -280,9 +262,8 @@ def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
         points = [point for point in record.points if point.round == number]
         name = f"rung {number} of {len(rungs)}"
         if not points:
-            yield (
-                f"{name}: starts when the rung before is done, with the best {record.rounds.get('keep')} of its points"
-            )
+            kept = record.rounds.get("keep")
+            yield f"{name}: starts when the rung before is done, with the best {kept} of its points"
             continue
         states = count_states([statuses[study.run(point).path].shown for point in points])
         chosen = f", the best by {record.rounds.get('metric')}" if number > 1 else ""

@@ -259,7 +259,7 @@ POLL_INTERVAL = 0.05
 def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
     """Call `main`, an import path, on all ranks of an experiment's layout with a JSON value; returns that of rank 0.
 
-    Raises UserError if a rank raised one, RuntimeError if a rank failed otherwise, and KeyboardInterrupt after a signal.
+    Raises UserError if a rank raised one, RuntimeError if one failed otherwise, and KeyboardInterrupt after a signal.
     """
     from titan_exp.trainer.distributed import REQUEST, RESPONSE
 

@@ -147,8 +147,8 @@ class SlurmExecutor(RemoteExecutor):
         return statuses
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
-        """Remove queued jobs and request save-and-stop of active ones; returns a message per folder path. A script kills
-        its job if that does not end within cluster.stop_limit seconds."""
+        """Remove queued jobs and request save-and-stop of active ones; returns a message per folder path. A script
+        kills its job if that does not end within cluster.stop_limit seconds."""
         statuses, lines = self.status(folders), {}
         queued: dict[str, RunFolder] = {}
         running: dict[str, RunFolder] = {}

@@ -59,8 +59,7 @@ class Shapes:
                 )
 
     def at_multiple(self, multiple: Fraction, depth: Fraction | None = None) -> list[str]:
-        """Overrides of a size, with the depth's multiple if it is another. Raises UserError if the family cannot have
-        this width."""
+        """Overrides of a size; its depth may be another multiple. Raises UserError if the family cannot have it."""
         if reason := self._misfit(multiple):
             unit = math.gcd(*self._width.values())
             most = math.ceil(max(self.ladder.multiples or (multiple,)) * unit) + 2 * unit
@@ -71,8 +70,8 @@ class Shapes:
         return [*self._wide(multiple), *(f"model.{key}={max(1, round(v * depth))}" for key, v in self._depth.items())]
 
     def nearest(self, parameters: float) -> tuple[Fraction, Fraction]:
-        """Multiples of width and depth that give the shape within a tenth of a number of parameters that is most like
-        the model. Raises UserError if there is none."""
+        """Multiples of width and depth of the shape most like the model, within a tenth of a number of parameters.
+        Raises UserError if there is none."""
         unit, found = math.gcd(*self._width.values()), list[tuple[float, Fraction, Fraction, int]]()
         layers = next(iter(self._depth.values()), 1)
         for j in range(1, 8 * unit + 1):
@@ -112,12 +111,8 @@ class Shapes:
         return [f"model.{key}={value * multiple}" for key, value in self._width.items()]
 
     def _misfit(self, multiple: Fraction) -> str:
-        broken = [
-            f"model.{key}={v} gives {float(v * multiple):g}"
-            for key, v in self._width.items()
-            if v % multiple.denominator
-        ]
-        if broken:
+        odd = {key: value for key, value in self._width.items() if value % multiple.denominator}
+        if broken := [f"model.{key}={value} gives {float(value * multiple):g}" for key, value in odd.items()]:
             return f"{listed(broken, 'and')}, which is not a whole number"
         found = next(family_violations(self._compose(tuple(self._wide(multiple))).model), None)
         return "" if found is None else f"{found.field}={found.value}: {found.reason}"
@@ -133,10 +128,8 @@ class Shapes:
 class LadderRounds(Rounds):
     """One round of all runs, or with branches a round of trunks and one of the shorter runs that branch off them.
 
-    `arms` are the points of the study at the model's own size. A rung is the same for both of them: its parameters,
-    tokens, batch and rate are the baseline's.
-
-    Raises UserError if the model cannot have a size, or the study sets what the ladder sets.
+    `arms` are the points of the study at the model's own size. A rung has the baseline's parameters, tokens, batch and
+    rate. Raises UserError if the model cannot have a size, or the study sets what the ladder sets.
     """
 
     def __init__(self, study: Study, arms: Sequence[Point], baseline: str | None, compose: Compose) -> None:
@@ -149,15 +142,18 @@ class LadderRounds(Rounds):
         self.arm = "" if self.baseline == NOTHING else self.baseline
         """Baseline as in records."""
         self._require(first, compose(first[self.baseline]))
-        shapes = {variant: Shapes(self.ladder, _with(compose, point), self.path) for variant, point in first.items()}
+
+        def with_more(point: Point) -> Callable[[tuple[str, ...]], Experiment]:
+            return lambda more: compose(replace(point, overrides=last_wins([*point.overrides, *more])))
+
+        shapes = {variant: Shapes(self.ladder, with_more(point), self.path) for variant, point in first.items()}
         rungs = list(self._rungs(shapes))
         self.all = [_at(point, *rung[point.variant]) for rung in rungs for point in arms]
         """Points of all rounds; branches without their parent."""
         self.row = _at(first[self.baseline], *rungs[-len(self.ladder.tokens_per_parameter)][self.baseline]).variant
         """Longest run of the baseline at the largest size."""
-        self.keys = tuple(
-            dict.fromkeys(split_override(text)[0] for rung in rungs for _, texts in rung.values() for text in texts)
-        )
+        set_keys = [split_override(text)[0] for rung in rungs for _, texts in rung.values() for text in texts]
+        self.keys = tuple(dict.fromkeys(set_keys))
         """Keys that the rungs set."""
         super().__init__([point for point in self.all if point.round == 1])
 
@@ -168,13 +164,10 @@ class LadderRounds(Rounds):
         trunks = {
             _trunk(entry.point): "/".join(path.parts[-2:])
             for entry in finished[0].plan.planned
-            if math.isfinite(finished[0].values[path := entry.plan.folder.path])
+            if math.isfinite(finished[0].values[path := entry.path])
         }
-        return [
-            replace(point, overrides=(*point.overrides, f"{PARENT}={trunks[_trunk(point)]}"))
-            for point in self.all
-            if point.round == 2 and _trunk(point) in trunks
-        ]
+        branches = [(point, trunks.get(_trunk(point))) for point in self.all if point.round == 2]
+        return [replace(point, overrides=(*point.overrides, f"{PARENT}={trunk}")) for point, trunk in branches if trunk]
 
     def result(self, finished: Finished) -> str:
         """Number of runs that have ended."""
@@ -198,11 +191,9 @@ class LadderRounds(Rounds):
             row += [f"{rung.tokens:,}", f"{rung.steps:,}", f"{rung.sequences:,}", f"{rung.flops:.3g}"]
             rows.append([*row, str(devices or "-"), format_duration(took) if math.isfinite(took) else "-"])
             share = runs * (rung.steps - rung.begins) / rung.steps
-            hours, flops, tokens = (
-                hours + runs * took * devices / 3600,
-                flops + share * rung.flops,
-                tokens + share * rung.tokens,
-            )
+            hours += runs * took * devices / 3600
+            flops += share * rung.flops
+            tokens += share * rung.tokens
         heads = ["size", "length", *["arm"] * with_arm, "runs", "parameters N", "tokens D", "steps", "batch", "FLOPs C"]
         trained = f"{format_items(len(self.all), 'run')}, {format_count(tokens)} tokens, {flops:.3g} FLOPs"
         line = f"This ladder costs {hours:.3g} GPU-hours: {trained}."
@@ -224,15 +215,11 @@ class LadderRounds(Rounds):
                 steps, begins, sequences, settings = self._settings(base.base, parameters, number)
                 per, tokens = str(ladder.tokens_per_parameter[number]), steps * sequences * seq_len
                 rung = LadderRung(name, per, "", parameters, tokens, 0.0, begins, steps, sequences)
-                arms = {
-                    variant: replace(
-                        rung,
-                        arm="" if variant == NOTHING else variant,
-                        flops_per_token=spec.flops_per_token(seq_len),
-                    )
-                    for variant, spec in specs.items()
-                }
-                yield {variant: (arm, [*of_size[variant], *settings]) for variant, arm in arms.items()}
+                arms = dict[str, tuple[LadderRung, list[str]]]()
+                for variant, spec in specs.items():
+                    arm, flops = "" if variant == NOTHING else variant, spec.flops_per_token(seq_len)
+                    arms[variant] = replace(rung, arm=arm, flops_per_token=flops), [*of_size[variant], *settings]
+                yield arms
 
     def _settings(self, base: Experiment, parameters: int, number: int) -> tuple[int, int, int, list[str]]:
         """Steps, step of the branch, sequences and overrides of a length, the longest being the last."""
@@ -273,6 +260,7 @@ class LadderRounds(Rounds):
     def _require(self, first: Mapping[str, Point], base: Experiment) -> None:
         """Raise UserError if the study and its ladder do not fit together."""
         ladder, schedule, training = self.ladder, base.lr_schedule, base.training
+        unstable = schedule.warmup_steps + schedule.decay_steps
         keys = [split_override(text)[0] for point in first.values() for text in point.overrides]
         refusal = set_by_ladder(ladder, keys)
         if len(first) > 2:
@@ -281,23 +269,16 @@ class LadderRounds(Rounds):
                 f"({listed(list(first)[:4], 'and')}). Leave two, or write a study for each candidate"
             )
         elif training.batch_ramp:
-            refusal = (
-                "training.batch_ramp changes the tokens of a step, which a ladder counts. Use training.batch_ramp=[]"
-            )
+            what = "training.batch_ramp changes the tokens of a step, which a ladder counts"
+            refusal = f"{what}. Use training.batch_ramp=[]"
         elif ladder.rule != "none" and (name := base.parametrization.name) != "standard":
             refusal = f"rule: {ladder.rule} and parametrization={name} both scale the learning rate. Use rule: none"
-        elif ladder.branches and (
-            schedule.cycles > 1 or schedule.warmup_steps + schedule.decay_steps >= training.steps - 1
-        ):
+        elif ladder.branches and (schedule.cycles > 1 or unstable >= training.steps - 1):
             refusal = "branches need a rate that is stable before one decay at the end. Use lr_schedule=wsd"
         elif ladder.branches and base.checkpoint.mode == "off":
             refusal = "checkpoint.mode=off: the longest runs save nothing to branch off. Use checkpoint=async"
         if refusal:
             raise UserError(f"{self.path}: {refusal}")
-
-
-def _with(compose: Compose, point: Point) -> Callable[[tuple[str, ...]], Experiment]:
-    return lambda more: compose(replace(point, overrides=last_wins([*point.overrides, *more])))
 
 
 def _at(point: Point, rung: LadderRung, overrides: Sequence[str]) -> Point:

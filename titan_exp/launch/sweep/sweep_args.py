@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
 """Flags that show something instead of training."""
-
 CHANGE_QUESTION = "--change-question"
 """Flag of `sweep` alone."""
 
@@ -85,8 +85,7 @@ class SweepArgs:
 
 
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
-    """Parse the arguments of `titan-exp sweep`; None without a study to run. Raises UserError about an unknown study or
-    flag."""
+    """Parse the arguments of `titan-exp sweep`; None without a study. Raises UserError about an unknown one or a flag."""
     from titan_exp.config.study.study_file import find_study, read_study, study_files  # `train` needs no study
 
     switches = (*SWEEP_SWITCHES[:-1], CHANGE_QUESTION)
@@ -102,9 +101,8 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
         if word in study.sizes:
             raise UserError(f"{word}: to choose a size of {study.name}, type size={word}")
         if word in study_files():
-            raise UserError(
-                f"{word}: one command runs one study. Type titan-exp sweep {names[0]}, then titan-exp sweep {word}"
-            )
+            both = f"titan-exp sweep {names[0]}, then titan-exp sweep {word}"
+            raise UserError(f"{word}: one command runs one study. Type {both}")
     overrides = [word for word in arguments.overrides if word != names[0]]
     size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
     for_hydra, others = _of_hydra([word for word in overrides if not word.startswith("size=")])
@@ -112,7 +110,10 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     lists = {axis.name for axis in study.axes}
     nested = (*_overrides_in(study), *(word for word in others if word.partition("=")[0] not in lists))
     hydra_flags = [word for word in arguments.flags if word not in ("-m", "--multirun")]
-    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path), tuple(_written_in(study)))
+    # The author quotes what the file has as text.
+    texts = [study.held_fixed, *study.sizes.values(), *(texts for axis in study.axes for texts in axis.list.values())]
+    written = tuple(chain.from_iterable(texts))
+    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path), written)
 
 
 def train_args(typed: Sequence[str]) -> SweepArgs:
@@ -138,10 +139,7 @@ def _read(typed: Sequence[str], flags: Mapping[str, object]) -> Arguments:
 
 
 def _of_hydra(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split overrides into those of Hydra's own keys and all others.
-
-    Hydra would apply the others to the default model first, which may lack keys that all models of the sweep have.
-    """
+    """Split overrides into those of Hydra's own keys and all others, which it would apply to the default model first."""
     found = [word for word in overrides if word.lstrip("+~").startswith("hydra")]
     return found, tuple(word for word in overrides if word not in found)
 
@@ -158,16 +156,6 @@ def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
         change_question=CHANGE_QUESTION in flags,
         json="--json" in flags,
     )
-
-
-def _written_in(study: "Study") -> Iterator[str]:
-    """Overrides of a study that its file has as text, so that its author quotes them."""
-    yield from study.held_fixed
-    for texts in study.sizes.values():
-        yield from texts
-    for axis in study.axes:
-        for texts in axis.list.values():
-            yield from texts
 
 
 def _overrides_in(study: "Study") -> list[str]:

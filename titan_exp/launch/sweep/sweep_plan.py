@@ -1,6 +1,6 @@
 """Sweep plan: every point is composed, checked and predicted before any run starts. Writes nothing."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,11 @@ class PlannedPoint:
     memory_check: MemoryCheck | None = None
     """Memory check; None before the check, and for finished runs."""
 
+    @property
+    def path(self) -> Path:
+        """Run folder."""
+        return self.plan.folder.path
+
 
 @dataclass(frozen=True)
 class SkippedPoint:
@@ -36,51 +41,42 @@ class SkippedPoint:
 class SweepPlan:
     """Planned and skipped points of a sweep."""
 
-    planned: tuple[PlannedPoint, ...]
+    planned: tuple[PlannedPoint, ...] = ()
     """One point per run."""
-    duplicates: tuple[PlannedPoint, ...]
+    duplicates: tuple[PlannedPoint, ...] = ()
     """Further points that share these runs."""
-    skipped: tuple[SkippedPoint, ...]
+    skipped: tuple[SkippedPoint, ...] = ()
     """Points that cannot run, or are excluded by the study."""
 
-    def __add__(self, later: "SweepPlan") -> "SweepPlan":
-        return SweepPlan(
-            (*self.planned, *later.planned), (*self.duplicates, *later.duplicates), (*self.skipped, *later.skipped)
-        )
+    def __add__(self, more: "SweepPlan") -> "SweepPlan":
+        return SweepPlan(self.planned + more.planned, self.duplicates + more.duplicates, self.skipped + more.skipped)
 
 
 def plan_sweep(
     points: Sequence[Point], compose: Callable[[Point], Experiment], *, skip: bool, where: str = "of the sweep"
 ) -> SweepPlan:
-    """Plan every point; `compose` raises UserError for an invalid point.
-
-    With `skip`, points that break a rule are left out. Raises one UserError that lists all points that cannot run, or
-    if no point is left. `where` follows "n points" in the message.
+    """Plan every point; `compose` raises UserError for an invalid point. With `skip`, points that break a rule are left
+    out. Raises one UserError that lists all points that cannot run, or if no point is left; `where` follows "n points".
     """
     planned: dict[object, PlannedPoint] = {}
-    duplicates: list[PlannedPoint] = []
-    skipped: list[SkippedPoint] = []
-    refused: list[tuple[Point, UserError]] = []
+    duplicates, skipped, refused = list[PlannedPoint](), list[SkippedPoint](), list[tuple[Point, UserError]]()
     for point in points:
         if point.excluded is not None:
             skipped.append(SkippedPoint(point, point.excluded))
             continue
+        experiment = None
         try:
             experiment = compose(point)
+            entry = PlannedPoint(point, plan_run(experiment, point.overrides))
         except UserError as error:
-            refused.append((point, error))
-            continue
-        try:
-            planned_point = PlannedPoint(point, plan_run(experiment, point.overrides))
-        except UserError as error:
-            if skip:
+            if skip and experiment is not None:
                 reason = "\n".join(str(violation) for violation in error.violations)
                 skipped.append(SkippedPoint(point, reason or str(error)))
             else:
                 refused.append((point, error))
             continue
-        if planned.setdefault(planned_point.plan.folder.path, planned_point) is not planned_point:
-            duplicates.append(planned_point)
+        if planned.setdefault(entry.path, entry) is not entry:
+            duplicates.append(entry)
     if refused:
         # Points with one cause share an explanation, for which Hydra composes several times.
         causes = {error.__cause__ or error: (error, point.overrides) for point, error in reversed(refused)}
@@ -92,26 +88,20 @@ def plan_sweep(
     return SweepPlan(tuple(planned.values()), tuple(duplicates), tuple(skipped))
 
 
-def labels_by_reason(skipped: Iterable[SkippedPoint]) -> dict[str, list[str]]:
-    """Point labels grouped by skip reason."""
-    labels: dict[str, list[str]] = {}
-    for entry in skipped:
-        labels.setdefault(entry.reason, []).append(entry.point.label)
-    return labels
-
-
 def cannot_run(headline: str, points: Iterable[SkippedPoint], *hints: str) -> UserError:
     """Build a UserError that lists points by reason."""
-    return UserError("\n".join([headline, *reasons_with_points(labels_by_reason(points)), *hints]))
+    return UserError("\n".join([headline, *reasons_with_points(points), *hints]))
 
 
 NAMED = 3
 """Labels of points named beside a reason."""
 
 
-def reasons_with_points(labels: Mapping[str, Sequence[str]]) -> list[str]:
+def reasons_with_points(skipped: Iterable[SkippedPoint]) -> list[str]:
     """Lines of each reason, with the number of its points and the labels of the first below."""
-    lines: list[str] = []
+    lines, labels = list[str](), dict[str, list[str]]()
+    for entry in skipped:
+        labels.setdefault(entry.reason, []).append(entry.point.label)
     for reason, found in labels.items():
         named = ", ".join(f"[{label}]" for label in found[:NAMED])
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
@@ -123,11 +113,8 @@ def reasons_with_points(labels: Mapping[str, Sequence[str]]) -> list[str]:
 def predict_sweep_memory(
     sweep_plan: SweepPlan, echo: memory_gate.Echo, *, skip: bool, where: str = "of the sweep"
 ) -> SweepPlan:
-    """Add memory predictions to a sweep plan, and skip points that do not fit.
-
-    Raises UserError if points do not fit and `skip` is False, or no point is left. `where` follows "n points" in the
-    message.
-    """
+    """Add memory predictions to a sweep plan, and skip points that do not fit. Raises UserError without `skip`, or if
+    no point is left; `where` follows "n points"."""
     memory_checks = memory_gate.check_open_runs([entry.plan for entry in sweep_plan.planned], echo)
     kept: list[PlannedPoint] = []
     refused: dict[Path, str] = {}
@@ -135,24 +122,19 @@ def predict_sweep_memory(
         if memory_check is None:
             kept.append(entry)
         elif memory_gate.is_refused(memory_check):
-            refused[entry.plan.folder.path] = memory_gate.refusal(memory_check)
+            refused[entry.path] = memory_gate.refusal(memory_check)
         else:
-            kept.append(
-                replace(entry, plan=memory_gate.with_prediction(entry.plan, memory_check), memory_check=memory_check)
-            )
+            plan = memory_gate.with_prediction(entry.plan, memory_check)
+            kept.append(replace(entry, plan=plan, memory_check=memory_check))
     for line in memory_gate.gate_warnings([entry.memory_check for entry in kept if entry.memory_check is not None]):
         echo(line)
     if not refused:
         return replace(sweep_plan, planned=tuple(kept))
-    skipped = [
-        SkippedPoint(entry.point, refused[entry.plan.folder.path])
-        for entry in (*sweep_plan.planned, *sweep_plan.duplicates)
-        if entry.plan.folder.path in refused
-    ]
+    entries = [entry for entry in sweep_plan.planned + sweep_plan.duplicates if entry.path in refused]
+    skipped = [SkippedPoint(entry.point, refused[entry.path]) for entry in entries]
     if not skip or not kept:
         none = "so nothing has started" if kept else "and no other is left"
-        raise cannot_run(
-            f"{format_items(len(skipped), 'point')} {where} cannot run, {none}.", skipped, memory_gate.GATE_HINT
-        )
-    duplicates = tuple(entry for entry in sweep_plan.duplicates if entry.plan.folder.path not in refused)
+        headline = f"{format_items(len(skipped), 'point')} {where} cannot run, {none}."
+        raise cannot_run(headline, skipped, memory_gate.GATE_HINT)
+    duplicates = tuple(entry for entry in sweep_plan.duplicates if entry.path not in refused)
     return SweepPlan(tuple(kept), duplicates, (*sweep_plan.skipped, *skipped))

@@ -12,20 +12,14 @@ from rich.table import Table
 
 from titan_exp.config.command_line.help import forgotten_tokenizer
 from titan_exp.config.command_line.terminal import Terminal
+from titan_exp.launch import memory_gate
 from titan_exp.launch.executor import Submission, executor_for, typed_path
-from titan_exp.launch.memory_gate import (
-    gpu_hours,
-    outcome_records,
-    planned_records,
-    request_lines,
-    script_records,
-    scripts,
-)
+from titan_exp.launch.memory_gate import gpu_hours
 from titan_exp.launch.run_console import summarize
 from titan_exp.launch.run_plan import RunPlan, laptop_rate, rate_after_decay
 from titan_exp.launch.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import StudySweep
-from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason, reasons_with_points
+from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, reasons_with_points
 from titan_exp.plan.gate import MemoryCheck
 from titan_exp.tracking.display import GIB, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import Value
@@ -61,29 +55,26 @@ def show_plan(
     """Print the job scripts, every point with its resources, prediction and current state, what is asked in total, a
     table of costs with its headings, and sentences about later rounds."""
     now = run_statuses([entry.plan.folder for entry in sweep_plan.planned])
-    labels = {entry.plan.folder.path: entry.point.label for entry in sweep_plan.planned}
-    waiting = [entry.plan for entry in sweep_plan.planned if now[entry.plan.folder.path].state not in _LEFT_ALONE]
-    for group, script in scripts(waiting):
+    labels = {entry.path: entry.point.label for entry in sweep_plan.planned}
+    waiting = [entry.plan for entry in sweep_plan.planned if now[entry.path].state not in _LEFT_ALONE]
+    for group, script in memory_gate.scripts(waiting):
         same = f"; {len(group) - 1} more ask for the same" if len(group) > 1 else ""
         print(f"Job script of {labels[group[0].folder.path]}{same}:\n\n{script}")
     if study is not None:
         print(f"{study.folder.path.name}: {study.study.question}\n")
-    asked = {entry.plan.folder.path: gpu_hours(entry.plan) for entry in sweep_plan.planned}
-    headings = ["point", "run", "experiment", "state", "processes", "nodes"]
-    predicted = {entry.plan.folder.path: _predicted(entry.memory_check) for entry in sweep_plan.planned}
+    asked = {entry.path: gpu_hours(entry.plan) for entry in sweep_plan.planned}
+    predicted = {entry.path: _predicted(entry.memory_check) for entry in sweep_plan.planned}
     shown = [name for name in _PREDICTED if any(cells[name] != "-" for cells in predicted.values())]
     with_hours = any(value is not None for value in asked.values())
     rows = []
     for entry in (*sweep_plan.planned, *sweep_plan.duplicates):
-        path = entry.plan.folder.path
+        path, plan, value = entry.path, entry.plan, asked[entry.path]
         same = labels[path] != entry.point.label
         state = f"same run as {labels[path]}" if same else now[path].shown
-        row = [entry.point.label, entry.plan.run_id, entry.plan.experiment_id, state]
-        row += [str(entry.plan.layout.world_size), str(entry.plan.layout.nodes)]
-        row += [predicted[path][name] for name in shown]
-        value = asked[path]
+        row = [entry.point.label, plan.run_id, plan.experiment_id, state, str(plan.layout.world_size)]
+        row += [str(plan.layout.nodes), *(predicted[path][name] for name in shown)]
         rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
-    headings += shown
+    headings = ["point", "run", "experiment", "state", "processes", "nodes", *shown]
     plain_table([*headings, "GPU-hours asked"] if with_hours else headings, rows, left=4)
     if shown:
         print(PREDICTED)
@@ -92,33 +83,27 @@ def show_plan(
         print(f"slower than necessary: {line}")
     for line in remarks_on(entry.plan for entry in sweep_plan.planned):
         print(line)
-    _show_skipped(sweep_plan.skipped)
-    states = [now[entry.plan.folder.path].state for entry in sweep_plan.planned]
+    _show_skipped(sweep_plan)
+    states = [now[entry.path].state for entry in sweep_plan.planned]
     counts = [f"{states.count(state)} {state}" for state in _LEFT_ALONE if state in states]
     counts += [f"{len(sweep_plan.skipped)} skipped"] if sweep_plan.skipped else []
     print(f"\n{', '.join([f'{len(waiting)} to start', *counts])}.")
     if costs:
         print()
         plain_table(costs[0], costs[1:], left=2)
-    for line in (*request_lines(waiting), *upcoming):
+    for line in (*memory_gate.request_lines(waiting), *upcoming):
         print(line)
     if study is not None:
         study.report_changes(sweep_plan, print)
 
 
 def remarks_on(plans: Iterable[RunPlan]) -> list[str]:
-    """Sentences about runs, each only once: a forgotten tokenizer, compilation, and a learning rate that rises again
-    or is a small model's."""
-    said = (
-        (
-            *forgotten_tokenizer(plan.overrides, plan.experiment),
-            *plan.compilation,
-            *rate_after_decay(plan.experiment),
-            *laptop_rate(plan.overrides, plan.experiment),
-        )
-        for plan in plans
-    )
-    return list(dict.fromkeys(chain.from_iterable(said)))
+    """Sentences about runs, each once: a forgotten tokenizer, compilation, and an unsuitable learning rate."""
+    said = dict[str, None]()
+    for typed, run, compilation in ((plan.overrides, plan.experiment, plan.compilation) for plan in plans):
+        rates = (*rate_after_decay(run), *laptop_rate(typed, run))
+        said |= dict.fromkeys((*forgotten_tokenizer(typed, run), *compilation, *rates))
+    return list(said)
 
 
 def show_outcomes(
@@ -128,16 +113,15 @@ def show_outcomes(
     upcoming: Sequence[str] = (),
     answer: str = "",
 ) -> None:
-    """Print the outcome of every run, and the answer of the study or the next commands; `upcoming` are sentences about
-    later rounds."""
+    """Print the outcome of every run, and the study's answer, or sentences about later rounds and next commands."""
     rows, jobs = [], []
     words = {path: submission.shown for path, submission in found.items() if submission.outcome != "not started"}
-    left = [entry.plan.folder for entry in sweep_plan.planned if entry.plan.folder.path not in words]
+    left = [entry.plan.folder for entry in sweep_plan.planned if entry.path not in words]
     words |= {path: status.shown for path, status in run_statuses(left).items()}
     for entry in sweep_plan.planned:
-        submission, state = found.get(entry.plan.folder.path), words[entry.plan.folder.path]
+        submission, state = found.get(entry.path), words[entry.path]
         loss = validation = None
-        if entry.plan.folder.path.exists():
+        if entry.path.exists():
             summary = summarize(entry.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
         rows.append([entry.point.label, entry.plan.run_id, state, _number(loss), _number(validation)])
@@ -150,13 +134,13 @@ def show_outcomes(
         plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
     if sweep_plan.duplicates:
         print(f"{format_items(len(sweep_plan.duplicates), 'further point')} repeat a run of these.")
-    _show_skipped(sweep_plan.skipped)
-    refusals: dict[str, list[str]] = {}
+    _show_skipped(sweep_plan)
+    refusals = []
     for entry in sweep_plan.planned:
-        submission = found.get(entry.plan.folder.path)
+        submission = found.get(entry.path)
         waits = executor_for(entry.plan.experiment.cluster.kind).waits  # those executors have already printed it
         if submission and submission.outcome == "refused" and not waits:
-            refusals.setdefault(submission.reason or "", []).append(entry.point.label)
+            refusals.append(SkippedPoint(entry.point, submission.reason or ""))
     for line in reasons_with_points(refusals):
         print(line, file=sys.stderr)
     states = [row[2] for row in rows]
@@ -225,9 +209,9 @@ _LEFT_ALONE = ("done", "queued", "running")
 """States of runs that are not restarted."""
 
 
-def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
-    if skipped:
-        print("\n".join(["\nSkipped:", *reasons_with_points(labels_by_reason(skipped))]))
+def _show_skipped(sweep_plan: SweepPlan) -> None:
+    if sweep_plan.skipped:
+        print("\n".join(["\nSkipped:", *reasons_with_points(sweep_plan.skipped)]))
 
 
 def _number(value: Value) -> str:
@@ -237,9 +221,9 @@ def _number(value: Value) -> str:
 def plan_document(sweep_plan: SweepPlan, study: StudySweep | None, upcoming: Sequence[str]) -> dict[str, Any]:
     """Document of a dry run: every point with its state, resources and prediction, and job scripts."""
     plans = [entry.plan for entry in sweep_plan.planned]
-    runs = planned_records(plans, [entry.point.label for entry in sweep_plan.planned])
-    started = [plan for plan, run in zip(plans, runs, strict=True) if run["state"] not in ("done", "queued", "running")]
-    sizes = {"runs": runs, "scripts": script_records(started), "upcoming": upcoming}
+    runs = memory_gate.planned_records(plans, [entry.point.label for entry in sweep_plan.planned])
+    started = [plan for plan, run in zip(plans, runs, strict=True) if run["state"] not in _LEFT_ALONE]
+    sizes = {"runs": runs, "scripts": memory_gate.script_records(started), "upcoming": upcoming}
     return {"dry_run": True, "exit_code": 0, **_study_values(sweep_plan, study), **sizes}
 
 
@@ -254,16 +238,14 @@ def outcome_document(
     code: int,
 ) -> dict[str, Any]:
     """Document of a sweep that has ended or is submitted."""
-    submissions = [
-        found.get(entry.plan.folder.path) or Submission(entry.plan, "not started") for entry in sweep_plan.planned
-    ]
+    submissions = [found.get(entry.path) or Submission(entry.plan, "not started") for entry in sweep_plan.planned]
     return {
         "exit_code": code,
         **_study_values(sweep_plan, study),
         "conclusion": conclusion or None,
         "registered": standing and {"outcome": standing.outcome, "sentence": standing.sentence, **asdict(standing)},
         "upcoming": upcoming,
-        "runs": outcome_records(submissions, [entry.point.label for entry in sweep_plan.planned]),
+        "runs": memory_gate.outcome_records(submissions, [entry.point.label for entry in sweep_plan.planned]),
     }
 
 

@@ -294,7 +294,9 @@ class StudySweep:
         point, plan = entry.point, entry.plan
         of_file = not self._typed or self._in_file(point.overrides)
         return StudyRun(
-            *(point.label, point.variant, point.seed),
+            label=point.label,
+            variant=point.variant,
+            seed=point.seed,
             run_id=plan.run_id,
             experiment_id=plan.experiment_id,
             processes=plan.layout.world_size,

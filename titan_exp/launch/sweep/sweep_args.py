@@ -85,7 +85,7 @@ class SweepArgs:
 
 
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
-    """Parse the arguments of `titan-exp sweep`; None without a study. Raises UserError about an unknown one or a flag."""
+    """Parse the arguments of `titan-exp sweep`; None without a study. Raises UserError about an unknown study."""
     from titan_exp.config.study.study_file import find_study, read_study, study_files  # `train` needs no study
 
     switches = (*SWEEP_SWITCHES[:-1], CHANGE_QUESTION)
@@ -139,7 +139,7 @@ def _read(typed: Sequence[str], flags: Mapping[str, object]) -> Arguments:
 
 
 def _of_hydra(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split overrides into those of Hydra's own keys and all others, which it would apply to the default model first."""
+    """Split overrides into those of Hydra's own keys and others, which it would apply to the default model first."""
     found = [word for word in overrides if word.lstrip("+~").startswith("hydra")]
     return found, tuple(word for word in overrides if word not in found)
 

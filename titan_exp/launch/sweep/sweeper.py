@@ -173,9 +173,7 @@ class _Sweep:
                 self.dropped = rounds.hopeless(self.whole + plan)
             if len(values) < len(plan.planned) and not self.dropped:
                 if not options.dry_run:
-                    # Before anything is predicted or written.
-                    for kind, plans in _by_kind(plan, values).items():
-                        executor_for(kind).require(plans)
+                    self._require(plan, values)
                 plan = predict_sweep_memory(plan, self.console.echo, skip=self.skip, where=self.where)
                 rounds.check(plan)
                 if options.dry_run:
@@ -234,6 +232,11 @@ class _Sweep:
         if self.options.prune and not self.started:
             self.study.prune(self.console.echo, ask=not self.options.yes)
         self.started = True
+
+    def _require(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
+        """Raise UserError if runs cannot be submitted from here, before anything is predicted or written."""
+        for kind, plans in _by_kind(plan, values).items():
+            executor_for(kind).require(plans)
 
     def _start(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
         """Submit the runs of a round that have no value yet, executors that wait last. The study is recorded before."""

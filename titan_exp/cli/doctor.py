@@ -64,13 +64,10 @@ def _layout(argv: Sequence[str]) -> int:
         )
     console = Terminal(stderr=options.json)
     (verdict,) = layout_verdicts([experiment], Path(experiment.paths.runs).expanduser() / ".cache", console.print)
+    lines = [*(f"agrees with one rank: {name}" for name in verdict.agreeing), *verdict.notes]
+    lines += [f"differs: {verdict.difference}"] if verdict.difference else []
     if options.json:
         answer(asdict(verdict))
-        return 3 if verdict.difference else 0
-    for name in verdict.agreeing:
-        console.print(f"agrees with one rank: {name}", markup=False, soft_wrap=True)
-    for note in verdict.notes:
-        console.print(note, markup=False, soft_wrap=True)
-    if verdict.difference:
-        console.print(f"differs: {verdict.difference}", markup=False, soft_wrap=True)
+    for line in () if options.json else lines:
+        console.print(line, markup=False, soft_wrap=True)
     return 3 if verdict.difference else 0

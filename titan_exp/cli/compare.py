@@ -98,7 +98,6 @@ def _write_page(comparison: "Comparison", options: CompareOptions, folder: Path)
 
 
 def _discoveries(options: CompareOptions, runs: Path, studies: Sequence[str]) -> int:
-    """Print the discoveries among all registered questions."""
     ours = ("runs", "discoveries", "alpha", "json", "markdown")
     for field in fields(options):
         if field.name not in ours and (value := getattr(options, field.name)) != field.default:

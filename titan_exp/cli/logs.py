@@ -111,7 +111,6 @@ def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:
 
 
 def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
-    """Print new lines until the run, or the given attempt, has ended."""
     last = _last_attempt(folder)
     number = max(1, last if attempt is None else attempt)
     follower, announced = _log(folder, number, rank), False
@@ -162,7 +161,6 @@ def _last_attempt(folder: RunFolder) -> int:
 
 
 def _first_to_fail(folder: RunFolder, attempt: int) -> int | None:
-    """First rank that failed; None if none did."""
     ranks = [int(path.stem[5:]) for path in folder.attempt_logs(attempt).glob("rank-*.json")]
     records = [record for rank in ranks if (record := read_record(folder, attempt, rank)) is not None]
     failed = [record for record in records if record.failed]

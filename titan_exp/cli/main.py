@@ -72,7 +72,6 @@ def _names(verb: str) -> list[str] | None:
 
 
 def _composed(rest: str, argv: Sequence[str]) -> list[str]:
-    """Hydra's completions for `titan-exp train`."""
     from titan_exp.cli.train import run
 
     os.environ["COMP_LINE"] = f"{command_name()} {rest}"

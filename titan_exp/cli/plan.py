@@ -44,10 +44,8 @@ def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
         return memory_of_gpu(device, layout, spec)
     found = device_memory_of(layout, spec, runs)
     if found.device is None and layout.device_type == "cuda":
-        raise UserError(
-            f"plan: the planner does not know cluster.gpu_type={experiment.cluster.gpu_type or 'null'}. "
-            f"Use --device {listed(DEVICES)}."
-        )
+        kind = experiment.cluster.gpu_type or "null"
+        raise UserError(f"plan: the planner does not know cluster.gpu_type={kind}. Use --device {listed(DEVICES)}.")
     return found
 
 
@@ -149,10 +147,9 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     memory = device_for(experiment, options.device)
     ranks = options.pipeline_ranks
     if ranks is not None and max(ranks) >= experiment.parallelism.pp:
-        raise UserError(
-            f"--ranks {max(ranks)}: there is no such pipeline rank, since parallelism.pp={experiment.parallelism.pp}. "
-            f"Use 0 to {experiment.parallelism.pp - 1}."
-        )
+        stages = experiment.parallelism.pp
+        there = f"there is no such pipeline rank, since parallelism.pp={stages}"
+        raise UserError(f"--ranks {max(ranks)}: {there}. Use 0 to {stages - 1}.")
 
     from titan_exp.plan.check_user_code import check_user_code, failing_user_code
     from titan_exp.plan.gate import MemoryCheck
@@ -183,7 +180,6 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
 
 
 def _verdict(memory_check: "MemoryCheck", options: PlanOptions, typed: Sequence[str]) -> int:
-    """Print whether a run fits, or changes that would make it fit; returns the exit code."""
     from titan_exp.launch.git import mask_override
     from titan_exp.plan.changes import explain_changes
     from titan_exp.plan.gate import explain_fit

@@ -88,7 +88,6 @@ def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> in
 
 
 def _restart(labels: Mapping[Path, str], trust: bool) -> list[Submission]:
-    """Restart runs, given by folder path, by their executors, and print each result under its label."""
     by_kind: dict[str, list[RunPlan]] = {}
     for path in labels:
         plan = plan_relaunch(RunFolder(path), trust)

@@ -145,7 +145,6 @@ def _line(row: Mapping[str, str], names: Sequence[str], widths: Mapping[str, int
 
 
 def _reasons(cells: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
-    """Reasons and warnings, once each, with the runs that they concern."""
     runs: dict[tuple[str, str], list[str]] = {}
     for row in cells:
         if row["reason"] != "-":

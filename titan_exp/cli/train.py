@@ -47,19 +47,18 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
         return _preview(experiment, experiment.data.preview)
     if saved_state(str(plan.folder.path)) is None and plan.experiment.checkpoint.continue_from is None:
         for related in related_runs(plan.experiment)[:1]:
-            print(
-                f"{related.name} is this experiment in another layout or with other steps, saved at step "
-                f"{related.step}. To go on from there, add checkpoint.continue_from={related.name}"
+            what = (
+                f"{related.name} is this experiment in another layout or with other steps, saved at step {related.step}"
             )
+            print(f"{what}. To go on from there, add checkpoint.continue_from={related.name}")
     report_stale([plan], print)
     executor, options = executor_for(experiment.cluster.kind), current_sweep_options()
-    dry_run = options.dry_run
-    if not dry_run and not plan.is_done:
+    if not options.dry_run and not plan.is_done:
         executor.require([plan])
     gated = gate_run(plan, RunConsole().echo)
     for line in () if plan.is_done else request_lines([gated]):
         print(line)
-    if dry_run:
+    if options.dry_run:
         for line in predicted(gated):
             print(line)
         print_dry_run(executor, gated)
@@ -78,7 +77,6 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
 
 def _preview(experiment: "Experiment", step: int) -> int:
-    """Print the global batch of a step."""
     from titan_exp.config.command_line.output import answer
     from titan_exp.data.train_loader import preview
     from titan_exp.launch.sweep.sweep_args import current_sweep_options

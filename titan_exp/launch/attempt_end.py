@@ -31,10 +31,8 @@ from titan_exp.tracking.run_folder.run_folder import (
 
 TAIL = 20
 """Log lines shown for a rank without a traceback."""
-LESS_MEMORY = (
-    "let it need less, with fewer processes per node, a lower data.prefetch or, on a CPU, a lower "
-    "training.micro_batch_size"
-)
+LESS_MEMORY = "let it need less, with fewer processes per node, a lower data.prefetch"
+LESS_MEMORY += " or, on a CPU, a lower training.micro_batch_size"
 """Remedy for host memory."""
 _BROKEN_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _BROKEN_MESSAGES = re.compile(r"gloo/|\bnccl|connection (closed|reset) by peer|broken pipe", re.IGNORECASE)
@@ -192,10 +190,8 @@ def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
     """Wait up to ORPHANS_LIMIT seconds for orphaned ranks of an earlier start. Raises UserError if they remain."""
     if not folder.ranks_alive():
         return
-    echo(
-        f"Ranks of an earlier start still run in {folder.path}, and their launcher is gone. We wait up to "
-        f"{ORPHANS_LIMIT:.0f} s for them to save and stop."
-    )
+    still = f"Ranks of an earlier start still run in {folder.path}, and their launcher is gone"
+    echo(f"{still}. We wait up to {ORPHANS_LIMIT:.0f} s for them to save and stop.")
     deadline = time.monotonic() + ORPHANS_LIMIT
     while folder.ranks_alive():
         if time.monotonic() > deadline:

@@ -117,10 +117,8 @@ class CodeSnapshot:
 
     def notes(self) -> list[str]:
         """Lines for the user about code that is not copied."""
-        loose = (
-            "lies outside the repository of the current folder, or is too large to copy, so edits still affect "
-            "waiting jobs."
-        )
+        loose = "lies outside the repository of the current folder, or is too large to copy,"
+        loose += " so edits still affect waiting jobs."
         left_out = "is not in the job's copy of your code, because git ignores it or it is too large."
         lines = []
         for names, text in ((self.loose, loose), (self.left_out, left_out)):
@@ -192,13 +190,11 @@ def _files(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def _tracked(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:
-    """Existing files that git knows and that match the patterns; None outside a repository."""
     names = list_files(folder, patterns, *(kinds or KNOWN))
     return None if names is None else [name for name in names if (folder / name).is_file()]
 
 
 def _keep(runs: Path, root: Path, names: Sequence[str], *, write: bool) -> Path:
-    """Copy files to a content-addressed folder, published by a rename."""
     contents, digest = {name: (root / name).read_bytes() for name in sorted(names)}, hashlib.sha256()
     for name, content in contents.items():
         encoded = name.encode(errors="surrogateescape")

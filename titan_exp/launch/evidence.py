@@ -447,28 +447,18 @@ class Standing:
         most = self.registration.looks[-1]
         hours = "" if self.process_hours is None else f", {self.process_hours:.3g} process-hours"
         share = self.tokens / (2 * most * self.registration.tokens)
-        return (
-            f"{format_items(self.runs, 'run')}, {format_count(self.tokens)} tokens{hours}, {share:.0%} of what all "
-            f"{format_items(most, 'pair')} take"
-        )
+        spent = f"{format_items(self.runs, 'run')}, {format_count(self.tokens)} tokens{hours}"
+        return f"{spent}, {share:.0%} of what all {format_items(most, 'pair')} take"
 
 
 def standing_of(registration: Registration, runs: Mapping[tuple[str, int], PairedRun], dropped: str = "") -> Standing:
     """Standing of a question with its runs by variant and seed; `dropped` is a reason to end it between looks."""
-    candidate, baseline = (
-        {seed: runs[variant, seed].value for seed in registration.seeds if (variant, seed) in runs}
-        for variant in (registration.candidate, registration.baseline)
-    )
-    differences = paired_differences(candidate, baseline, registration.seeds, registration.better)
+    arms, seeds = (registration.candidate, registration.baseline), registration.seeds
+    values = [{seed: runs[arm, seed].value for seed in seeds if (arm, seed) in runs} for arm in arms]
+    differences = paired_differences(values[0], values[1], seeds, registration.better)
     looks, most = registration.looks, registration.looks[-1]
-    rule = Rule(
-        registration.alpha,
-        None if registration.anytime else looks,
-        registration.futility,
-        tries=registration.tries,
-        most=most,
-    )
-    verdict = decide(differences, rule)
+    one, times = registration, None if registration.anytime else looks
+    verdict = decide(differences, Rule(one.alpha, times, one.futility, tries=one.tries, most=most))
     begun = [run for run in runs.values() if run.tokens or run.value is not None]
     seconds = [run.seconds for run in begun if run.seconds is not None]
     return Standing(

@@ -251,7 +251,6 @@ def _diff(top: Path, base: str, untracked: Sequence[str], code: Sequence[str]) -
 
 
 def _within_limits(sizes: Mapping[str, int | None]) -> list[str]:
-    """Names of the files that a diff has room for, given their sizes in bytes."""
     taken, room = [], NEW_FILES_LIMIT
     for name, size in sizes.items():
         if size is not None and size <= min(room, NEW_FILE_LIMIT):

@@ -66,7 +66,6 @@ def read_environment() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    """Version by installed distribution; the first on sys.path wins."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         # `distribution.metadata` parses the whole file: one second for a hundred packages.
@@ -121,7 +120,6 @@ def read_provenance(frozen: CodeSnapshot | None = None) -> Provenance:
 
 
 def _read_user_code(names: Sequence[str], own: CodeVersion) -> list[tuple[CodeVersion, str]]:
-    """Version and diff of every repository, installed package and folder that contains your code."""
     scopes: dict[tuple[str, Path], dict[Path, None]] = {}
     repositories = cache(repository_of)
     for module, file in user_modules(names).items():
@@ -222,10 +220,8 @@ def report_large_patch(folder: RunFolder, echo: Callable[[str], None]) -> None:
         return
     parts = patched_files(folder.diff.read_bytes().decode(errors="replace"))
     largest = sorted(parts, key=lambda name: len(parts[name]), reverse=True)
-    echo(
-        f"{folder.diff} has {format_bytes(size)}, most of it from {_named(largest)}. Every run keeps a copy, so commit "
-        "large files, or list them in .gitignore."
-    )
+    remedy = "Every run keeps a copy, so commit large files, or list them in .gitignore."
+    echo(f"{folder.diff} has {format_bytes(size)}, most of it from {_named(largest)}. {remedy}")
 
 
 def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
@@ -295,7 +291,6 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[str, Any]) -> list[str]:
-    """Differences between the data that the ranks recorded and the present files."""
     rows = [row for row in folder.read_attempts() if row.data is not None]
     if not rows or rows[-1].data is None:
         return []
@@ -307,11 +302,8 @@ def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[st
     except (UserError, OSError) as error:
         return [f"data: we could not compare it, since nothing can read it now ({str(error).splitlines()[0]})"]
     recorded = {name: rows[-1].data[name] for name in present if name in rows[-1].data}
-    lines = [
-        f"{DATA_NAMES.get(name, name)}: from {before} to {present[name]}"
-        for name, before in recorded.items()
-        if before != present[name]
-    ]
+    changed = {name: before for name, before in recorded.items() if before != present[name]}
+    lines = [f"{DATA_NAMES.get(name, name)}: from {old} to {present[name]}" for name, old in changed.items()]
     began = rows[-1].start or rows[-1].intent
     if not lines and files is not None and files.is_sampled and files.modified > began:
         when = format_time(files.modified)

@@ -378,13 +378,11 @@ class HostsExecutor(RemoteExecutor):
         return None
 
     def _hosts(self, plan: RunPlan) -> list[str]:
-        """Hosts of a run. Raises UserError if there are too few."""
         known, nodes = list(dict.fromkeys(self.hosts(self.options(plan.experiment.cluster)))), plan.layout.nodes
         if len(known) < nodes:
-            raise UserError(
-                f"This run needs {plan.size}, and cluster.options names {len(known) or 'no'} "
-                f"host{'s' * (len(known) != 1)}. Name more, or choose fewer processes."
-            )
+            named = f"{len(known) or 'no'} host{'s' * (len(known) != 1)}"
+            needs = f"This run needs {plan.size}, and cluster.options names {named}"
+            raise UserError(f"{needs}. Name more, or choose fewer processes.")
         return known[:nodes]
 
 

@@ -352,7 +352,6 @@ def _folder_of_url(url: str, runs: Path) -> Path:
 
 
 def _entry(path: Path) -> RunEntry:
-    """Entry of a run folder, with its label if it belongs to a study."""
     outside = RunEntry(RunFolder(path), f"{path.parent.name}/{path.name}", path.parent.name)
     return next((entry for entry in _in_group(path.parent) if entry.folder.path == path), outside)
 

@@ -338,7 +338,6 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
-    """Contents by file name: configuration, overrides, code, environment, prediction."""
     provenance, folder, config = provenance or read_provenance(), plan.folder, to_yaml(plan.experiment)
     code = provenance.code_record(plan.experiment, run_id=plan.run_id, experiment_id=plan.experiment_id)
     texts = {
@@ -393,13 +392,10 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
 
 
 def _require_same(plan: RunPlan) -> None:
-    """Check that the existing folder holds this run."""
     folder = plan.folder
     if not folder.config.exists():
-        raise UserError(
-            f"{folder.path} exists without a config.yaml, so it is not a run. Move it away, or choose another "
-            "experiment.name."
-        )
+        remedy = "Move it away, or choose another experiment.name."
+        raise UserError(f"{folder.path} exists without a config.yaml, so it is not a run. {remedy}")
     found = run_id(load_experiment(folder.config, trust=import_paths(plan.experiment).values()))
     if found != plan.run_id:
         raise UserError(

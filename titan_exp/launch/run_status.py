@@ -73,7 +73,6 @@ def print_dry_run(executor: Executor, plan: RunPlan) -> None:
 
 
 def _merge(run: Run, job: JobStatus | None) -> RunStatus:
-    """Merge the job status into the status from files."""
     status = run.status
     if job is None:
         return status

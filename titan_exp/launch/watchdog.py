@@ -106,7 +106,6 @@ def _collective(frames: list[FrameType]) -> str | None:
 
 
 def _issued(recorder: dict[str, Any] | None) -> dict[str, int]:
-    """Sequence number of the last collective per process group."""
     last: dict[str, int] = {}
     for entry in (recorder or {}).get("entries", []):
         if not entry.get("is_p2p"):
@@ -375,7 +374,6 @@ class Watchdog(threading.Thread):
         self._warned = late
 
     def _hung(self) -> None:
-        """Write this rank's stack record, wait for the other ranks' records, and exit."""
         self._hanging = True
         # Kills the process if the code below hangs too.
         faulthandler.dump_traceback_later(2 * REPORT_TIMEOUT, exit=True, file=self._stacks)

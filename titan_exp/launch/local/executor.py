@@ -228,15 +228,12 @@ def run(plan: RunPlan, *, console: RunConsole | None = None, sweep: int | None =
 
 
 def _if_done(plan: RunPlan, console: RunConsole) -> RunOutcome | None:
-    """Report a run that is done and return its outcome; None for any other run."""
     if not plan.is_done:
         return None
     summary = summarize(plan.folder)
     console.echo(f"{describe(summary, plan.experiment.training.last_step)}: {plan.folder.path}")
-    console.echo(
-        "This run is already done, so nothing starts. To run it again, change experiment.seed or experiment.name, or "
-        "remove its folder."
-    )
+    again = "To run it again, change experiment.seed or experiment.name, or remove its folder."
+    console.echo(f"This run is already done, so nothing starts. {again}")
     return RunOutcome(0, summary)
 
 
@@ -264,8 +261,6 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole, *,
 
 
 class _Execution:
-    """Executes and monitors one attempt."""
-
     def __init__(self, plan: RunPlan, attempt: int, console: RunConsole, lock: FileLock, sweep: int | None) -> None:
         self.plan, self.folder, self.attempt, self.console = plan, plan.folder, attempt, console
         self.lock, self.sweep = lock, sweep

@@ -155,7 +155,6 @@ class LocalRanks:
         return AttemptResult("failed", 1, "the parent process of the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
-        """True if the controller has exited."""
         assert self._job is not None
         return self._job.poll() is not None
 
@@ -166,7 +165,6 @@ class LocalRanks:
         return self._over()
 
     def _find_processes(self) -> None:
-        """Match the controller's children to ranks."""
         if self._controller is None or len(self._processes) == self.world_size:
             return
         known = {process.pid for process in self._processes.values()}
@@ -224,7 +222,6 @@ def _is_past(since: float | None, seconds: float) -> bool:
 
 
 def _kill_trees(roots: Iterable[psutil.Process]) -> None:
-    """Kill processes with all descendants, and wait up to GRACE seconds for their exit."""
     victims: list[psutil.Process] = []
     for process in roots:
         with contextlib.suppress(psutil.Error):

@@ -311,7 +311,6 @@ class HostAgent:
         return self.folder.read_attempts()[-1].end is None and not all(record and record.end for record in records)
 
     def _end_ranks(self) -> None:
-        """Let ranks record their own end, and the stacks of a hang, then kill them."""
         pending = HangFiles(self.folder.attempt_logs(self.row.attempt), self.row.world_size).report_pending()
         deadline = time.monotonic() + (2 * REPORT_TIMEOUT if pending else GRACE)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):

@@ -174,7 +174,6 @@ class _Rank:
             self._remove_rendezvous_folder()
 
     def _remove_rendezvous_folder(self) -> None:
-        """Remove the rendezvous folder after the last rank has ended, if the launcher has exited."""
         rendezvous_folder = os.environ.get(rank_env.FALLBACK_FOLDER)
         records = [rank_env.read_record(self.folder, self.attempt, rank) for rank in range(self.rank.world_size)]
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
@@ -185,7 +184,6 @@ class _Rank:
         return self.folder_watch.holds(self.folder.path)
 
     def _record(self, **fields: Any) -> None:
-        """Set fields of the status record and write it."""
         with self._record_lock:
             self.record = replace(self.record, **fields)
             if not self._has_folder():
@@ -263,7 +261,6 @@ class _Rank:
 
 
 def _kill_self(code: int) -> NoReturn:
-    """Kill all child processes and exit, from any thread."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             child.kill()
@@ -295,7 +292,6 @@ def _rank_main(run: Run) -> None:
 
 
 def _call(run: Run) -> tuple[int, rank_env.RankError | None]:
-    """Run the rank's main function; returns its exit code and its error."""
     try:
         _rank_main(run)
     except SystemExit as error:

@@ -101,7 +101,6 @@ def _cut_short(
 
 
 def _ended_step(log: SrunLog, code: int) -> str | None:
-    """Reason if SLURM ended the whole step before any of its ranks; else None."""
     if log.aborted and log.out_of_memory:
         return f"the job step ran out of host memory, so SLURM ended it: {MORE_MEMORY}{attempt_end.LESS_MEMORY}"
     if log.aborted:

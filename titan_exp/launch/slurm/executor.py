@@ -88,10 +88,8 @@ class SlurmExecutor(RemoteExecutor):
     def _require_login_node(self, plans: Sequence[RunPlan]) -> None:
         for command in ("sbatch", "srun", "squeue", "scancel"):
             if shutil.which(command) is None:
-                raise UserError(
-                    f"cluster=slurm: {command} is not installed on this machine. Submit from a login node of the "
-                    "cluster, or run here with cluster=local."
-                )
+                remedy = "Submit from a login node of the cluster, or run here with cluster=local."
+                raise UserError(f"cluster=slurm: {command} is not installed on this machine. {remedy}")
         inside = os.environ.get("SLURM_JOB_ID")
         if inside and not all(plan.experiment.cluster.submit_from_job for plan in plans):
             raise UserError(

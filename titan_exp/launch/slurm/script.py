@@ -245,7 +245,6 @@ def _ranks(script: Script) -> str:
 
 
 def _closing(script: Script) -> str:
-    """Python command of the epilogue, inside the container if there is one."""
     start = shlex.join(["srun", "--nodes=1", "--ntasks=1", *_pyxis(script)]) + " " if _pyxis(script) else ""
     return start + _python(script)
 

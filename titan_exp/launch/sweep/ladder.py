@@ -53,10 +53,8 @@ class Shapes:
         for name, found in {"width": self._width, "depth": self._depth}.items():
             if missing := [key for key, value in found.items() if not value]:
                 here = [key for key in WIDTHS if self._value(key)] if name == "width" else []
-                raise UserError(
-                    f"{path}: ladder.{name}: model.{missing[0]} is not a whole number of this model. Use {name}: "
-                    f"[{', '.join(here)}]"
-                )
+                what = f"ladder.{name}: model.{missing[0]} is not a whole number of this model"
+                raise UserError(f"{path}: {what}. Use {name}: [{', '.join(here)}]")
 
     def at_multiple(self, multiple: Fraction, depth: Fraction | None = None) -> list[str]:
         """Overrides of a size; its depth may be another multiple. Raises UserError if the family cannot have it."""
@@ -258,7 +256,6 @@ class LadderRounds(Rounds):
         return steps, begins, sequences, [f"training.steps={steps}", *overrides]
 
     def _require(self, first: Mapping[str, Point], base: Experiment) -> None:
-        """Raise UserError if the study and its ladder do not fit together."""
         ladder, schedule, training = self.ladder, base.lr_schedule, base.training
         unstable = schedule.warmup_steps + schedule.decay_steps
         keys = [split_override(text)[0] for point in first.values() for text in point.overrides]
@@ -282,7 +279,6 @@ class LadderRounds(Rounds):
 
 
 def _at(point: Point, rung: LadderRung, overrides: Sequence[str]) -> Point:
-    """Point of the study at a rung."""
     variant = " ".join(filter(None, [rung.scale, f"tokens={rung.per_parameter}N", rung.arm]))
     label = variant if point.seed is None else f"{variant} seed={point.seed}"
     facts = point.facts | {RUNG: f"{rung.scale.partition('=')[2]} {rung.per_parameter}N"}
@@ -291,13 +287,11 @@ def _at(point: Point, rung: LadderRung, overrides: Sequence[str]) -> Point:
 
 
 def _trunk(point: Point) -> tuple[str, str, int | None]:
-    """Scale, arm and seed, which runs of a trunk share."""
     assert point.rung is not None
     return point.rung.scale, point.rung.arm, point.seed
 
 
 def _step_seconds(planned: Mapping[tuple[str, str], PlannedPoint]) -> dict[tuple[str, str], float]:
-    """Predicted seconds of a step, for devices whose rates the planner knows."""
     asked = {key: entry.plan for key, entry in planned.items() if device_type(entry.plan.experiment.cluster) == "cuda"}
     found: dict[tuple[str, str], float] = {}
     for key, plan in asked.items():

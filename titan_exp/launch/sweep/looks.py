@@ -91,10 +91,8 @@ class Looks(Rounds):
         if differing == ["tokenizer"]:
             _, slash, name = self.metric.partition("/")
             group, remedy = "data", f"Ask about {BITS}{slash}{name}, which is of the same text in every tokenizer."
-        raise UserError(
-            f"{group}.{differing[0]} differs between {candidate} and {baseline}, so that {self.metric} is of two "
-            f"validation sets. {remedy}"
-        )
+        what = f"{group}.{differing[0]} differs between {candidate} and {baseline}"
+        raise UserError(f"{what}, so that {self.metric} is of two validation sets. {remedy}")
 
     def result(self, finished: Finished) -> str:
         """Number of the look."""
@@ -155,7 +153,6 @@ class Looks(Rounds):
         return [replace(self._points[pair], round=number + 1) for pair in pairs]
 
     def _run(self, entry: PlannedPoint) -> PairedRun:
-        """Run of a point; one that has ended is read once."""
         folder = entry.plan.folder
         if folder.path not in self._ended:
             value = self.values(SweepPlan((entry,), (), ())).get(folder.path)
@@ -196,10 +193,9 @@ def looks_of(study: Study, size: str, fixed: Sequence[str], better: Direction) -
     two, or the baseline is none of them, or seeds were typed."""
     assert study.pairs is not None
     if study.seeds:
-        raise UserError(
-            f"experiment.seed={','.join(map(str, study.seeds))}: the pairs of {study.path} draw their seeds. Leave it "
-            "out; another name of the study has other seeds."
-        )
+        typed = f"experiment.seed={','.join(map(str, study.seeds))}"
+        remedy = "Leave it out; another name of the study has other seeds."
+        raise UserError(f"{typed}: the pairs of {study.path} draw their seeds. {remedy}")
     points = [point for point in study_points(study, size, fixed) if point.excluded is None]
     variants = [point.variant for point in points]
     if len(variants) != 2:

@@ -327,10 +327,9 @@ class Rungs(Rounds):
             training, checkpoint = entry.plan.experiment.training, entry.plan.experiment.checkpoint
             steps, name = self.halving.steps(training.steps), f"[{entry.point.label}]"
             if steps[-1] != training.steps:
-                raise UserError(
-                    f"{name} halving.rungs: the last rung is step {steps[-1]}, and training.steps={training.steps}. "
-                    f"Set training.steps={steps[-1]}, since every rung has the learning rates of the whole run."
-                )
+                what = f"the last rung is step {steps[-1]}, and training.steps={training.steps}"
+                remedy = f"Set training.steps={steps[-1]}, since every rung has the learning rates of the whole run."
+                raise UserError(f"{name} halving.rungs: {what}. {remedy}")
             if any(later <= earlier for earlier, later in pairwise(steps)):
                 ends = f"with {training.steps} steps the rungs end at {steps}"
                 raise UserError(f"{name} halving.rungs: {ends}. Give rungs that increase.")
@@ -375,7 +374,6 @@ class Rungs(Rounds):
         return {"metric": self.metric, "better": self.better, "rungs": rungs, "keep": keep}
 
     def _survivors(self, finished: Finished) -> list[str]:
-        """Variants that continue, best first. Raises UserError if all have diverged."""
         ranking = finished.by_variant(self.better)
         kept = [variant for variant in ranking if math.isfinite(ranking[variant])][: self.halving.kept(len(ranking))]
         if not kept:
@@ -383,7 +381,6 @@ class Rungs(Rounds):
         return kept
 
     def _at(self, point: Point, rung: int, *more: str) -> Point:
-        """Point at a rung, counted from 0."""
         stop = self.halving.stop_after(rung)
         ours = ("training.stop_after", "checkpoint.continue_from")
         kept = [text for text in point.overrides if text.partition("=")[0] not in ours]

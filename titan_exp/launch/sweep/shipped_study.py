@@ -83,10 +83,8 @@ class StudySweep:
         question differs from the one registered, at which somebody may have looked."""
         parents = {entry.path.parent for entry in sweep_plan.planned}
         if len(parents) > 1:
-            raise UserError(
-                f"{self.study.path}: the runs of a study share one folder, so experiment.name and paths.runs must be "
-                "the same at every point. Remove them from the axes."
-            )
+            same = "so experiment.name and paths.runs must be the same at every point. Remove them from the axes"
+            raise UserError(f"{self.study.path}: the runs of a study share one folder, {same}.")
         self._folder = StudyFolder(parents.pop())
         if all(entry.plan.experiment.evaluation.enabled for entry in sweep_plan.planned):
             for metric in self.study.metrics:
@@ -177,10 +175,11 @@ class StudySweep:
             try:
                 lock.acquire("sweep", timeout=0.5)
             except LockedError as error:
-                raise UserError(
-                    f"{self.folder.path}: this study is already running ({error.holder or 'another process'}). "
-                    f"See it with titan-exp status {self.arguments}, or stop it with titan-exp cancel {self.arguments}."
-                ) from None
+                what = f"{self.folder.path}: this study is already running ({error.holder or 'another process'})"
+                see = (
+                    f"See it with titan-exp status {self.arguments}, or stop it with titan-exp cancel {self.arguments}"
+                )
+                raise UserError(f"{what}. {see}.") from None
             self.folder.stop.unlink(missing_ok=True)
             yield
 
@@ -237,7 +236,6 @@ class StudySweep:
         return now.changes(earlier, [line if len(who) > 1 else f"{who[0]}: {line}" for line, who in arms.items()])
 
     def _still_active(self) -> list[StudyRun]:
-        """Active runs that are no longer part of the study."""
         assert self._record is not None
         now = run_statuses([self.folder.run(run) for run in self._record.removed])
         return [run for run in self._record.removed if now[self.folder.run(run).path].active]
@@ -247,7 +245,6 @@ class StudySweep:
         return self.rounds if isinstance(self.rounds, LadderRounds) else None
 
     def _rounds(self, study: Study, fixed: Sequence[str]) -> Rounds:
-        """Rounds of a study: of its ladder, pairs or search, or over its points."""
 
         def better(metric: str | None) -> Direction:
             return study.better(metric or "") or "min"

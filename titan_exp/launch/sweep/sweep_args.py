@@ -159,7 +159,6 @@ def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
 
 
 def _overrides_in(study: "Study") -> list[str]:
-    """All overrides of a study, one per key with comma-separated values."""
     by_key: dict[str, dict[str, None]] = {}
     ranges = study.search.ranges if study.search else {}
     for text in (

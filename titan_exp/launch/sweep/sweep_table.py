@@ -157,7 +157,6 @@ def show_outcomes(
 
 
 def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None) -> list[str]:
-    """Suggested next commands."""
     name = typed_path(sweep_plan.planned[0].plan.folder.path.parent) if study is None else study.arguments
     if any(state in ("submitted", "queued") for state in states):
         first = typed_path(sweep_plan.planned[0].plan.folder.path)
@@ -191,7 +190,6 @@ PREDICTED = (
 
 
 def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
-    """Predicted memory and speed of a point, by column."""
     cells: dict[str, str] = dict.fromkeys(_PREDICTED, "-")
     if memory_check is None or memory_check.device_memory is None:
         return cells
@@ -250,7 +248,6 @@ def outcome_document(
 
 
 def _study_values(sweep_plan: SweepPlan, study: StudySweep | None) -> dict[str, Any]:
-    """Name and question of a sweep, and the points that have no run of their own."""
     return {
         "name": sweep_plan.planned[0].plan.folder.path.parent.name,
         "question": None if study is None else study.study.question,

@@ -94,11 +94,8 @@ def _overlap(first: Sequence[Override], later: Sequence[Override]) -> bool:
     """True if both kinds set the same key, so that their order could matter."""
     set_first = {override.key_or_group for override in first if "." in override.key_or_group}
     set_first |= {override.key_or_group for override in first if isinstance(override.value(), dict)}
-    return any(
-        key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
-        for key in (override.key_or_group for override in later)
-        for other in set_first
-    )
+    pairs = itertools.product((override.key_or_group for override in later), set_first)
+    return any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for key, other in pairs)
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
@@ -156,10 +153,8 @@ class _Sweep:
         rounds, options = self.rounds, self.options
         values: dict[Path, float] = {}
         if [point.label for point in rounds.first] == [NOTHING]:
-            self.console.echo(
-                "-m sweeps nothing here, so this is one run. List several values, such as optimizer.lr=1e-3,3e-3, or "
-                "leave -m out."
-            )
+            remedy = "List several values, such as optimizer.lr=1e-3,3e-3, or leave -m out."
+            self.console.echo(f"-m sweeps nothing here, so this is one run. {remedy}")
         while points := rounds.points(self.finished):
             if self.started and self.study is not None and self.study.stop_requested():
                 break
@@ -194,7 +189,6 @@ class _Sweep:
         return self._end()
 
     def _end(self) -> int:
-        """Record the sweep and show its outcomes; returns the exit code."""
         rounds = self.rounds
         for path, submission in self.found.items():  # of another launcher, and may have ended since
             state = submission.plan.folder.read_state() if submission.outcome in ("queued", "running") else None
@@ -304,7 +298,6 @@ class _Sweep:
 
 
 def _by_kind(plan: SweepPlan, values: Mapping[Path, float]) -> dict[str, list[RunPlan]]:
-    """Runs without a value, by their executors."""
     by_kind: dict[str, list[RunPlan]] = {}
     for entry in plan.planned:
         if entry.path not in values:

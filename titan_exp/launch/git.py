@@ -12,20 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import titan_exp
+from titan_exp.config import secrets
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.schema.foreign_code import import_paths_in
 from titan_exp.config.schema.identity_keys import is_among
-from titan_exp.config.secrets import (
-    CREDENTIAL_NAME,
-    LABELS,
-    SECRET,
-    SHAPES,
-    URL_USER,
-    is_secret_key,
-    secret_values,
-    variables_in,
-    without_variables,
-)
 from titan_exp.tracking.run_folder.files import temporary_folder
 from titan_exp.tracking.run_folder.run import CodeVersion, digest
 
@@ -34,10 +24,11 @@ MASK = "***"
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 # Any quoted value matches. A bare value needs a digit; otherwise code such as `token = tokenizer.next` would be masked.
 _QUOTED = re.compile(
-    rf"(?P<before>\b{CREDENTIAL_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))", re.I
+    rf"(?P<before>\b{secrets.CREDENTIAL_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))",
+    re.I,
 )
 _BARE = re.compile(
-    rf"(?P<before>\b{CREDENTIAL_NAME}\s*[:=]\s*(?:(?:bearer|basic)\s+)?)"
+    rf"(?P<before>\b{secrets.CREDENTIAL_NAME}\s*[:=]\s*(?:(?:bearer|basic)\s+)?)"
     r"(?P<secret>(?=[^\s\"',;&]*\d)[A-Za-z0-9_+/.~=-]{8,})",
     re.IGNORECASE,
 )
@@ -45,19 +36,19 @@ _BARE = re.compile(
 
 def mask(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Replace every credential in a text by `***`."""
-    return _masked(text, secret_values(environment.items()))
+    return _masked(text, secrets.secret_values(environment.items()))
 
 
-def _masked(text: str, secrets: Iterable[str]) -> str:
-    for value in secrets:
+def _masked(text: str, values: Iterable[str]) -> str:
+    for value in values:
         text = text.replace(value, MASK)
-    text = SHAPES.sub(MASK, _PRIVATE_KEY.sub(rf"\1{MASK}\2", text))
+    text = secrets.SHAPES.sub(MASK, _PRIVATE_KEY.sub(rf"\1{MASK}\2", text))
 
     def hide(match: re.Match[str]) -> str:
         # `${oc.env:HF_TOKEN}` is not a credential, but the variable's value is.
-        return f"{match['before']}{MASK}" if without_variables(match["secret"]).strip(":") else match[0]
+        return f"{match['before']}{MASK}" if secrets.without_variables(match["secret"]).strip(":") else match[0]
 
-    for pattern in (URL_USER, _QUOTED, _BARE):
+    for pattern in (secrets.URL_USER, _QUOTED, _BARE):
         text = pattern.sub(hide, text)
     return text
 
@@ -65,7 +56,7 @@ def _masked(text: str, secrets: Iterable[str]) -> str:
 def mask_override(override: str, environment: Mapping[str, str] = os.environ) -> str:
     """Mask credentials in a command-line override, or the whole value if its key names one, but no interpolation."""
     key, equals, value = override.partition("=")
-    if equals and value not in ("", "null") and is_secret_key(key) and not value.strip("'\"").startswith("${"):
+    if equals and value not in ("", "null") and secrets.is_secret_key(key) and not value.strip("'\"").startswith("${"):
         return f"{key}={MASK}"
     return mask(override, environment)
 
@@ -73,23 +64,23 @@ def mask_override(override: str, environment: Mapping[str, str] = os.environ) ->
 def refuse_secrets(config: Mapping[str, object]) -> None:
     """Raise UserError about keys with credentials, since ranks read config.yaml and it cannot be masked, and about
     secret variables in keys that your code does not read."""
-    secrets, found = secret_values(os.environ.items()), []
+    values, found = secrets.secret_values(os.environ.items()), []
     groups = {name.partition(".")[0] for name in import_paths_in(config)} & {"model", "optimizer"}
     for key, value in _leaves(config):
         if not isinstance(value, str) or not value:
             continue
-        literal = without_variables(value)
-        if _masked(literal, secrets) != literal or (literal and is_secret_key(key)):
+        literal = secrets.without_variables(value)
+        if _masked(literal, values) != literal or (literal and secrets.is_secret_key(key)):
             reason = "this looks like a credential, and config.yaml would keep it"
             remedy = f"put it into an environment variable, and type the variable: {key}='${{oc.env:HF_TOKEN}}'"
             found.append(Violation(key, MASK, reason, remedy))
-        elif variables_in(value) and not is_among(key.partition("[")[0], (*LABELS, *OPTIONS, *groups)):
-            names = listed(dict.fromkeys(variables_in(value)), "and")
+        elif secrets.variables_in(value) and not is_among(key.partition("[")[0], (*secrets.LABELS, *OPTIONS, *groups)):
+            names = listed(dict.fromkeys(secrets.variables_in(value)), "and")
             remedy = "type the value itself, or use a variable with another name"
             remedy += f" (you may put secrets into {listed(OPTIONS)})"
             if key.startswith("cluster."):
                 remedy = "leave it out, since jobs inherit your environment and their shell reads $NAME"
-            found.append(Violation(key, value, f"{names}: {SECRET}", remedy))
+            found.append(Violation(key, value, f"{names}: {secrets.SECRET}", remedy))
     if found:
         raise UserError("The configuration holds credentials.", found)
 

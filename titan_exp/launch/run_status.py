@@ -10,15 +10,7 @@ from typing import TypeVar
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
 from titan_exp.config.groups.training import sequences_after
-from titan_exp.launch.executor import (
-    Executor,
-    JobStatus,
-    RunPlan,
-    WorldsSummary,
-    executor_for,
-    summarize_worlds,
-    trusted_executor,
-)
+from titan_exp.launch.executor import JobStatus, WorldsSummary, executor_for, summarize_worlds, trusted_executor
 from titan_exp.launch.run_lookup import RunEntry, StudyFolder, StudyRecord
 from titan_exp.tracking.display import format_duration
 from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, Value
@@ -55,21 +47,6 @@ def run_status(folder: RunFolder) -> RunStatus:
 def count_states(states: Sequence[str]) -> str:
     """Format counts of states: `3 done, 1 failed`."""
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-
-
-def print_dry_run(executor: Executor, plan: RunPlan) -> None:
-    """Print what submitting a run would do, and its job script; writes nothing."""
-    folder = plan.folder
-    status = run_status(folder) if folder.path.exists() else None
-    if status is None or status.state == "new":
-        print(f"would start {folder.path}, {plan.size}, to step {plan.experiment.training.last_step}")
-    elif status.state == "done" or status.active:
-        print(f"would start nothing: {folder.path} is {status.shown}, after step {status.step}")
-    else:
-        print(f"would continue {folder.path}, {status.shown} after step {status.step}, {plan.size}")
-    script = executor.script(plan)
-    if script is not None:
-        print(f"\n{script}", end="")
 
 
 def _merge(run: Run, job: JobStatus | None) -> RunStatus:

@@ -10,19 +10,9 @@ from functools import cache
 from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.study import ladder as laws
 from titan_exp.config.study.labels import split_override
-from titan_exp.config.study.ladder import (
-    Ladder,
-    LadderRung,
-    batch_sequences,
-    lengths,
-    nanochat_batch,
-    nanochat_factors,
-    nearest_multiples,
-    olmo_batch,
-    olmo_rate,
-    set_by_ladder,
-)
+from titan_exp.config.study.ladder import Ladder, LadderRung
 from titan_exp.config.study.points import Point, last_wins
 from titan_exp.config.study.study import Study
 from titan_exp.launch.sweep.rounds import Finished, Rounds
@@ -62,7 +52,9 @@ class Shapes:
             unit = math.gcd(*self._width.values())
             most = math.ceil(max(self.ladder.multiples or (multiple,)) * unit) + 2 * unit
             allowed = [each for j in range(1, min(most, 256) + 1) if not self._misfit(each := Fraction(j, unit))]
-            remedy = nearest_multiples(self.ladder.multiples or (multiple,), allowed) if allowed else "another width"
+            remedy = (
+                laws.nearest_multiples(self.ladder.multiples or (multiple,), allowed) if allowed else "another width"
+            )
             raise UserError(f"{self._path}: ladder.multiples: {multiple} of this model: {reason}. Use {remedy}")
         depth = depth or multiple
         return [*self._wide(multiple), *(f"model.{key}={max(1, round(v * depth))}" for key, v in self._depth.items())]
@@ -225,18 +217,20 @@ class LadderRounds(Rounds):
         per, sequences, overrides = ladder.tokens_per_parameter, training.global_batch_size, list[str]()
         warmup = None
         if ladder.rule == "olmo":
-            sequences = batch_sequences(olmo_batch(parameters), training.seq_len)
+            sequences = laws.batch_sequences(laws.olmo_batch(parameters), training.seq_len)
             warmup = max(1, round(parameters / (sequences * training.seq_len)))
-            overrides += [f"optimizer.lr={olmo_rate(parameters):.4g}"]
+            overrides += [f"optimizer.lr={laws.olmo_rate(parameters):.4g}"]
         if ladder.rule == "nanochat":
             tokens = float(per[number] * parameters)
-            sequences = batch_sequences(nanochat_batch(tokens), training.seq_len)
-            rate, decay = nanochat_factors(sequences * training.seq_len, tokens)
+            sequences = laws.batch_sequences(laws.nanochat_batch(tokens), training.seq_len)
+            rate, decay = laws.nanochat_factors(sequences * training.seq_len, tokens)
             overrides += [f"optimizer.lr={optimizer.lr * rate:.4g}"]
             overrides += [f"optimizer.weight_decay={optimizer.weight_decay * decay:.4g}"]
         overrides += [f"training.global_batch_size={sequences}"] * (ladder.rule != "none")
         share = schedule.decay_steps / max(1, training.steps)
-        found = lengths(parameters, per if ladder.branches else per[number:][:1], sequences * training.seq_len, share)
+        found = laws.lengths(
+            parameters, per if ladder.branches else per[number:][:1], sequences * training.seq_len, share
+        )
         steps, begins = found.steps[number if ladder.branches else 0], 0
         if ladder.branches:
             if warmup is None:
@@ -259,7 +253,7 @@ class LadderRounds(Rounds):
         ladder, schedule, training = self.ladder, base.lr_schedule, base.training
         unstable = schedule.warmup_steps + schedule.decay_steps
         keys = [split_override(text)[0] for point in first.values() for text in point.overrides]
-        refusal = set_by_ladder(ladder, keys)
+        refusal = laws.set_by_ladder(ladder, keys)
         if len(first) > 2:
             refusal = (
                 f"a ladder compares a baseline with one candidate, and this study has {len(first)} points "

@@ -8,14 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_exp.config.command_line.options import (
-    SWEEP_SWITCHES,
-    SWITCHES,
-    VALUED,
-    Arguments,
-    read_arguments,
-    take_flags,
-)
+from titan_exp.config.command_line import options as command_line
+from titan_exp.config.command_line.options import SWEEP_SWITCHES, SWITCHES, VALUED, Arguments
 from titan_exp.config.errors.user_error import UserError
 
 if TYPE_CHECKING:
@@ -89,7 +83,7 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     from titan_exp.config.study.study_file import find_study, read_study, study_files  # `train` needs no study
 
     switches = (*SWEEP_SWITCHES[:-1], CHANGE_QUESTION)
-    flags, rest = take_flags(typed, switches, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
+    flags, rest = command_line.take_flags(typed, switches, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
     arguments = _read(rest, flags)
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
     if not names:
@@ -120,7 +114,9 @@ def train_args(typed: Sequence[str]) -> SweepArgs:
     """Parse the arguments of `titan-exp train`. Raises UserError about a sweep flag without -m."""
     flags, rest = {}, list(typed)
     if any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
-        flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
+        flags, rest = command_line.take_flags(
+            typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train"
+        )
     arguments = _read(rest, flags)
     of_sweeps = [flag for flag in flags if flag not in SWEEP_SWITCHES[:2]]
     if of_sweeps and not arguments.has("-m", "--multirun"):
@@ -132,7 +128,7 @@ def train_args(typed: Sequence[str]) -> SweepArgs:
 
 
 def _read(typed: Sequence[str], flags: Mapping[str, object]) -> Arguments:
-    arguments = read_arguments(typed)
+    arguments = command_line.read_arguments(typed)
     if shown := "--json" in flags and next((flag for flag in arguments.flags if flag in SHOWS), None):
         raise UserError(f"--json: {shown} prints text for people and trains nothing. Leave one of the two out.")
     return arguments

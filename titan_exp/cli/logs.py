@@ -27,7 +27,6 @@ titan-exp logs: show the log of a run, or the errors of the failed runs of a stu
 RUN is a path, an id prefix, STUDY/LABEL or a URL."""
 HELP_TEXT = options_help(USAGE, LogsOptions)
 EVERY = 0.25
-"""Poll interval of -f in seconds."""
 FAILED = ("failed", "lost", "unreadable")
 
 

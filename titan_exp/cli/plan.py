@@ -64,7 +64,6 @@ titan-exp plan search ...   rank all layouts of a cluster by speed (see titan-ex
 NODE, GPU_NAMES = 8, OTHER_NAMES["cluster.gpus_per_node"]
 """GPUs of a node of `cluster=slurm_h100`, and names of their number in other programs."""
 DOES_NOT_FIT = 3
-"""Exit code of a run that does not fit."""
 
 
 def run(argv: Sequence[str]) -> int:

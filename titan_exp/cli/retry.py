@@ -28,7 +28,6 @@ A run keeps the configuration of its folder, and takes the code that you have no
 continue it, type the command that started it."""
 HELP_TEXT = options_help(USAGE, RetryOptions)
 RETRIED = ("failed", "lost")
-"""States that are retried."""
 BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "checkpoint.initial=null")
 """Overrides that clear where the parent itself began."""
 

@@ -57,7 +57,6 @@ LEFT = ("run", "id", "rung", "state", "continued from")
 GAP, LABEL, NAMED = 2, 24, 3
 """Spaces between columns; width below which no run's name is cut to make room; names in a list that is cut."""
 WATCH_EVERY = 2.0
-"""Refresh interval in seconds."""
 
 
 def run(argv: Sequence[str]) -> int:

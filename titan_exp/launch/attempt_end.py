@@ -62,7 +62,6 @@ class RankFailure:
     """1 if unknown."""
     reason: str
     detail: str
-    """Traceback or end of the log."""
     broken_collective: bool = False
     """True if a collective broke: another rank failed first."""
 
@@ -169,7 +168,6 @@ def close_dead_attempts(folder: RunFolder) -> None:
 
 
 ORPHANS_LIMIT = 15.0
-"""Seconds to wait for orphaned ranks to save and stop."""
 
 
 def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> FileLock:

@@ -25,7 +25,6 @@ from titan_exp.tracking.run_folder.files import mkdir_below
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 
 MODULES_LIMIT = 1000
-"""Maximum number of modules that are followed."""
 
 
 def user_modules(names: Iterable[str]) -> dict[str, Path]:
@@ -99,7 +98,6 @@ ROOTS = ("titan_exp", "hydra_plugins", "conf")
 OWN_LIMIT = 100_000_000
 """Maximum total size of copied user files, in bytes."""
 NAMES = 3
-"""Maximum number of named files in a note."""
 
 
 @dataclass(frozen=True)

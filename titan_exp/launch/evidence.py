@@ -85,7 +85,6 @@ class Verdict:
     pairs: int
     """Complete pairs at the look that the numbers below are of; pairs after it are not looked at."""
     next_look: int | None
-    """Number of pairs at the next look; None if there is none."""
     estimate: float | None
     """Mean difference over pairs that both arms finished, positive if A is better; exaggerated after an early stop."""
     low: float | None
@@ -164,7 +163,6 @@ class Evidence:
     """Evidence after each pair; arrays of the shape of the differences, whose last axis is the pairs."""
 
     finished: Array
-    """Number of pairs that both arms finished."""
     mean: Array
     squares: Array
     """Sum of squares around the mean."""
@@ -398,7 +396,6 @@ class PairedRun:
     value: float | None
     """Metric at the end, not finite if the run diverged; None before the end."""
     tokens: int = 0
-    """Tokens trained on so far."""
     seconds: float | None = None
     """Wall-clock time times processes, over all attempts; None if unknown."""
 
@@ -409,11 +406,8 @@ class Standing:
 
     registration: Registration
     verdict: Verdict
-    """Verdict over the pairs that are complete."""
     runs: int
-    """Runs that have begun."""
     tokens: int
-    """Tokens that all runs have been trained on."""
     process_hours: float | None
     """Hours times processes of all runs, GPU-hours on GPUs; None if unknown."""
     dropped: str = ""

@@ -194,7 +194,6 @@ class Submission:
     `refused`; `not started` after a signal or a stop request."""
     job_id: str | None = None
     reason: str | None = None
-    """Explanation for the user."""
     exit_code: int = 0
     """Exit code of the run if the executor waits, 2 if refused; if not started, 85 after a stop request, else 130."""
 
@@ -215,7 +214,6 @@ class SubmitOptions:
 
     echo: Callable[[str], None] = print
     title: Callable[[RunPlan], str] = lambda plan: str(plan.folder.path)
-    """Display name of a run."""
     jobs: int = 1
     """Maximum number of concurrent runs, for executors that wait."""
     stop_requested: Callable[[], bool] = lambda: False

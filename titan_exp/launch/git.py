@@ -105,7 +105,6 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes in the diff of one untracked file, and of all untracked files; larger ones are only listed."""
 FILES_LIMIT = 2000
-"""Maximum number of files with checksums."""
 DIFF_OPTIONS = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative")
 DIFF_OPTIONS += ("--src-prefix=a/", "--dst-prefix=b/")
 """Options of git diff that override settings of the user with which the patch would not apply."""

@@ -32,13 +32,10 @@ class Registration:
     """Question of a study, as recorded in study.json before the first run."""
 
     candidate: str
-    """Variant that may be better than the baseline."""
     baseline: str
-    """Variant that it is compared with."""
     arms: tuple[str, str]
     """Ids of the candidate's and the baseline's configuration, without the seed."""
     metric: str
-    """Metric at the end of a run."""
     better: Direction
     validation: str
     """Source and size of the validation set."""
@@ -51,7 +48,6 @@ class Registration:
     anytime: bool
     """True if every number of pairs may be looked at, by an e-value."""
     alpha: float
-    """Error rate over all looks."""
     futility: bool
     """True if the study stops early where a gain has become unlikely."""
     tries: int
@@ -59,7 +55,6 @@ class Registration:
     seeds: tuple[int, ...]
     """Seed of both runs of each pair."""
     time: float = 0.0
-    """Unix time of the registration."""
     changed: tuple[str, ...] = ()
     """Changes after the first look, which void the error rate."""
     id: str = ""
@@ -113,11 +108,9 @@ class Question:
     id: str
     """Drawn at the registration, and kept by later rows of the question."""
     study: str
-    """Name of the study's folder."""
     candidate: str
     baseline: str
     arms: tuple[str, str]
-    """Ids of the candidate's and the baseline's configuration, without the seed."""
     metric: str
     scale: str
     rule: str
@@ -129,13 +122,9 @@ class Question:
     e_better: float
     """E-value against the candidate being no better."""
     p_better: float
-    """One-sided p-value at this number of pairs, not corrected for looks."""
     changed: tuple[str, ...]
-    """Changes after a look."""
     dropped: str
-    """Reason for ending the question between looks; empty if there is none."""
     time: float
-    """Unix time of the row."""
     before: str = ""
     """SHA-256 of the line before; empty in the first."""
 

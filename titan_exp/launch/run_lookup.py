@@ -43,7 +43,6 @@ class StudyRun:
     variant: str
     """Varied values without the seed; runs of one variant are repetitions."""
     seed: int | None
-    """Seed, if the study sets one."""
     run_id: str
     """Run id, which is also the folder's name."""
     experiment_id: str
@@ -70,7 +69,6 @@ class LadderRecord:
     baseline: str
     """Arm that is the baseline; empty without axes."""
     runs: int
-    """Number of runs, branches included."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +99,12 @@ class StudyRecord:
     others: tuple[StudyRun, ...] = ()
     """Points of earlier calls that the last one did not ask for."""
     registered: Registration | None = None
-    """Question of a study by pairs, as registered before its first run."""
     dropped: str = ""
-    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
     removed: tuple[StudyRun, ...] = ()
     """Points of earlier calls that the study's file no longer has."""
     ladder: LadderRecord | None = None
     """Ladder of sizes; None of another study."""
     time: float = 0.0
-    """Unix time of writing."""
 
     @property
     def command(self) -> str:
@@ -190,15 +185,12 @@ class RunEntry:
     folder: RunFolder
     """Run folder; may not exist if its study has not started it."""
     label: str
-    """Display name."""
     group: str
     """Name of the parent folder: a study or an `experiment.name`."""
     point: StudyRun | None = None
     """Point of the study; None outside a study."""
     asked: bool = True
-    """False if the study's last call did not ask for this point."""
     removed: bool = False
-    """True if the study's file no longer has this point."""
     rungs: int = 0
     """Number of rungs of its study; 0 without successive halving."""
 

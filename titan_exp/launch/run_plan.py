@@ -132,7 +132,6 @@ MAY_DIFFER = (
     "lr_schedule",
     *(f"checkpoint.{key}" for key in ("continue_from", "continue_step", "continue_data")),
 )
-"""Keys that may differ between related runs."""
 NEWEST = 100
 """Number of run folders that are searched, newest first."""
 
@@ -142,9 +141,7 @@ class RelatedRun:
     """Run with a checkpoint."""
 
     name: str
-    """NAME/ID."""
     step: int
-    """Step of its newest checkpoint."""
     experiment: Experiment
 
 

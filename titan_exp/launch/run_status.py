@@ -91,7 +91,6 @@ class StatusRow:
     loss: Value
     """In nats per token."""
     tokens_per_second: Value
-    """Throughput of the whole job."""
     mfu: Value
     """From 0 to 1."""
     seconds_left: Value
@@ -101,9 +100,7 @@ class StatusRow:
     job_id: str | None
     reason: str | None
     removed: bool
-    """True if the study's file no longer has this point."""
     warning: str | None = None
-    """Warning about failing saves or uploads of a running run."""
     memory: Value = None
     """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
     memory_predicted: Value = None
@@ -112,19 +109,14 @@ class StatusRow:
     parent: str | None = None
     """NAME/ID or URL of the run that a continued run begins from."""
     parent_step: int | None = None
-    """Step at which a continued run begins."""
     rung: int | None = None
-    """Rung of successive halving, from 1."""
     groups: WorldsSummary | None = None
-    """Summary of the run's worlds; None if it has one."""
     reported: Mapping[str, Value] = field(default_factory=dict)
     """Metrics that the objective, the model, the optimizer and your own parts report, by name."""
     evaluated: Mapping[str, Value] = field(default_factory=dict)
     """Bits per byte, losses of sources and sets, and metrics of extensions at the newest evaluation, by name."""
     asked: bool = True
-    """False if the study's last call did not ask for this point."""
     tokens: Value = None
-    """Tokens trained on so far, by the whole job."""
 
     @property
     def shown(self) -> str:

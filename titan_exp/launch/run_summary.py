@@ -28,7 +28,6 @@ class RecordedCode:
     parts: tuple[CodePart, ...]
     """titan_exp, then the user's repositories and packages."""
     changed: tuple[str, ...]
-    """Files that differ from their commits."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class RunSummary:
     """Overrides that differ from today's defaults."""
     code: RecordedCode
     parents: tuple[Relative, ...] = ()
-    """Parent, its parent, and so on."""
     children: tuple[Relative, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     checkpoints: tuple[SavedCheckpoint, ...] = ()
@@ -150,7 +148,6 @@ def _next(purpose: str, verb: str, *words: str) -> NextCommand:
 
 WIDTH = 100
 FILES = 10
-"""Maximum number of listed files."""
 
 
 def summary_lines(summary: RunSummary) -> Iterator[str]:
@@ -249,7 +246,6 @@ class Difference:
     a: str
     b: str
     has_effect: bool = True
-    """True if the key may change results."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ class RankStack:
     """Current step; the last finished one during evaluation or saving."""
     phase: str
     seconds: float
-    """Seconds since the last progress report."""
     place: str
     """`file:line in function` of the innermost main-thread frame outside site-packages and the standard library."""
     collective: str | None
@@ -287,7 +286,6 @@ def _size(path: Path) -> int:
 
 
 POLL_INTERVAL = 1.0
-"""Maximum seconds between polls."""
 OTHER_PHASE_FACTOR = 3.0
 """Limit multiplier for phases other than a regular step."""
 MEDIAN_FACTOR = 10.0
@@ -297,7 +295,6 @@ WARN_MEDIAN_FACTOR = 3.0
 NATIVE_GRACE = 5.0
 """Seconds past the limit before the C timer kills a rank that runs no Python."""
 RECORDER_ENTRIES = "2000"
-"""Default number of flight recorder entries."""
 
 
 class Watchdog(threading.Thread):

@@ -36,7 +36,6 @@ from titan_exp.tracking.run_folder.run_folder import FAILED, STOPPED, RunFolder,
 POLL_INTERVAL = 0.1
 """Seconds between polls of processes and their files."""
 WARNING_INTERVAL = 1.0
-"""Seconds between reads of the run's warning."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 LOG = "launcher.log"

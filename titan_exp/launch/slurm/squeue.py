@@ -146,7 +146,6 @@ _REFUSALS = {
 }
 """Remedy, and the command that lists alternatives, by words of sbatch."""
 MOST = 12
-"""Maximum number of listed alternatives."""
 
 
 def explain_refusal(stderr: str, asked: Sequence[str]) -> str:

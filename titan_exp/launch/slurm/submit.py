@@ -101,7 +101,6 @@ class Batch:
         count = plans[0].layout.cluster.worlds
         self._worlds = tuple(worlds or range(count)) if count > 1 else None
         self.token = token or uuid.uuid4().hex[:12]
-        """Token in the job comment."""
         self.folder = submissions_folder(runs) / self.token
         """Submission folder; entries 0, 1, ... link to the run folders of an array."""
         single, first = len(plans) == 1, plans[0]

@@ -130,7 +130,6 @@ class LadderRounds(Rounds):
         first = {point.variant: point for point in reversed(arms)}
         self.baseline = baseline or arms[0].variant
         self.arm = "" if self.baseline == NOTHING else self.baseline
-        """Baseline as in records."""
         self._require(first, compose(first[self.baseline]))
 
         def with_more(point: Point) -> Callable[[tuple[str, ...]], Experiment]:
@@ -144,7 +143,6 @@ class LadderRounds(Rounds):
         """Longest run of the baseline at the largest size."""
         set_keys = [split_override(text)[0] for rung in rungs for _, texts in rung.values() for text in texts]
         self.keys = tuple(dict.fromkeys(set_keys))
-        """Keys that the rungs set."""
         super().__init__([point for point in self.all if point.round == 1])
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:

@@ -301,7 +301,6 @@ class Batches(Rounds):
 
 
 SHOWN = 6
-"""Points listed by name."""
 
 
 class Rungs(Rounds):

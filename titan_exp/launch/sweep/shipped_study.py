@@ -51,7 +51,6 @@ class StudySweep:
     ) -> None:
         self.study, self._compose, self._change_question = study, compose, change_question
         self.size = chosen_size(study, size)
-        """Chosen size; empty if the study has none."""
         leave_out = default_overrides()
         texts = (str(override.input_line) for override in typed)
         self._typed = tuple(text for text in texts if text not in leave_out)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
 """Flags that show something instead of training."""
 CHANGE_QUESTION = "--change-question"
-"""Flag of `sweep` alone."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,14 @@ class SweepOptions:
     typed: tuple[str, ...] = ()
     """Typed overrides; they may refer to keys that only some points' groups have."""
     dry_run: bool = False
-    """Print the plan and start nothing."""
     skip: bool = False
     """Skip points that cannot run; studies always do."""
     jobs: int = 1
     prune: bool = False
-    """Cancel runs that the study no longer contains."""
     yes: bool = False
-    """Do not ask for confirmation."""
     change_question: bool = False
     """Go on with a registered question that was changed after a look, without an error rate."""
     json: bool = False
-    """Print JSON."""
 
 
 _now: ContextVar[SweepOptions] = ContextVar("options", default=SweepOptions())  # noqa: B039  # it is frozen

@@ -46,7 +46,6 @@ class SweepPlan:
     duplicates: tuple[PlannedPoint, ...] = ()
     """Further points that share these runs."""
     skipped: tuple[SkippedPoint, ...] = ()
-    """Points that cannot run, or are excluded by the study."""
 
     def __add__(self, more: "SweepPlan") -> "SweepPlan":
         return SweepPlan(self.planned + more.planned, self.duplicates + more.duplicates, self.skipped + more.skipped)
@@ -94,7 +93,6 @@ def cannot_run(headline: str, points: Iterable[SkippedPoint], *hints: str) -> Us
 
 
 NAMED = 3
-"""Labels of points named beside a reason."""
 
 
 def reasons_with_points(skipped: Iterable[SkippedPoint]) -> list[str]:

@@ -204,7 +204,6 @@ def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
 
 
 _LEFT_ALONE = ("done", "queued", "running")
-"""States of runs that are not restarted."""
 
 
 def _show_skipped(sweep_plan: SweepPlan) -> None:

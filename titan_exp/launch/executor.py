@@ -270,9 +270,18 @@ class Executor(ABC):
         """
 
     def launch(self, plan: RunPlan) -> Submission:
-        """Submit one run for `titan-exp train`, and print the outcome."""
+        """Submit one run for `titan-exp train`, and print the outcome and the next commands."""
         (submission,) = self.submit([plan], SubmitOptions())
-        print_submission(submission)
+        name = typed_path(plan.folder.path)
+        line = submission.shown + (f" job {submission.job_id}" if submission.job_id else "")
+        if submission.outcome == "submitted":
+            line += f", {plan.size}"
+        if submission.outcome == "refused":
+            print(f"{line}: {name}\n{indent(submission.reason or '', '  ')}", file=sys.stderr)
+            return submission
+        print(f"{line}{f' ({submission.reason})' if submission.reason else ''}: {name}")
+        if submission.outcome in ("submitted", "queued", "running"):
+            print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
         return submission
 
     def script(self, plan: RunPlan) -> str | None:
@@ -352,22 +361,6 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
     order = (0, 85, 1, 130)
     codes = [code if code in order else 1 for code in (submission.exit_code for submission in submissions)]
     return max(codes, key=order.index, default=0)
-
-
-def print_submission(submission: Submission) -> None:
-    """Print the outcome of one run (refusals to stderr) and the next commands if it is active."""
-    name = typed_path(submission.plan.folder.path)
-    line = submission.shown + (f" job {submission.job_id}" if submission.job_id else "")
-    if submission.outcome == "submitted":
-        line += f", {submission.plan.size}"
-    if submission.outcome == "refused":
-        print(f"{line}: {name}\n{indent(submission.reason or '', '  ')}", file=sys.stderr)
-        return
-    if submission.reason:
-        line += f" ({submission.reason})"
-    print(f"{line}: {name}")
-    if submission.outcome in ("submitted", "queued", "running"):
-        print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
 
 
 def typed_path(path: Path) -> str:

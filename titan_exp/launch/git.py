@@ -149,12 +149,16 @@ def read_repository(
     patch, left_out, differs = _diff(top, base, untracked or inside, inside)
     masked = mask(patch)
     branch = run_git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
+    # The URL of `origin`, or of the only remote, without user, password and query.
+    remotes = (run_git(top, "remote") or "").split()
+    name_of = "origin" if "origin" in remotes else remotes[0] if len(remotes) == 1 else None
+    url = None if name_of is None else run_git(top, "remote", "get-url", name_of)
     return CodeVersion(
         name=name,
         path=str(top),
         commit=commit.strip() if commit else None,
         branch=branch.strip() if branch else None,
-        remote=_remote(top),
+        remote=None if url is None else mask(re.sub(r"(?<=://)[^/@]*@|[?#].*$", "", url.strip())),
         dirty=differs,
         left_out=tuple(left_out),
         masked=masked.count(MASK) > patch.count(MASK),
@@ -194,14 +198,6 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
         name: digest((folder / name).read_bytes()) if size <= NEW_FILE_LIMIT else f"{size} bytes"
         for name, size in sizes.items()
     }
-
-
-def _remote(top: Path) -> str | None:
-    # Without user, password and query.
-    names = (run_git(top, "remote") or "").split()
-    name = "origin" if "origin" in names else names[0] if len(names) == 1 else None
-    url = None if name is None else run_git(top, "remote", "get-url", name)
-    return None if url is None else mask(re.sub(r"(?<=://)[^/@]*@|[?#].*$", "", url.strip()))
 
 
 def _new_file_patch(name: str, text: str) -> str:

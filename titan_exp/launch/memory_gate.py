@@ -172,9 +172,8 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
 def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
     """Add memory predictions to plans. Raises one UserError that lists all refused runs."""
     checked = list(zip(plans, check_open_runs(plans, echo), strict=True))
-    refused = [(plan, check) for plan, check in checked if check is not None and is_refused(check)]
-    if refused:
-        lines = [f"{plan.folder.path}: {refusal(check)}" for plan, check in refused]
+    reasons = {plan.folder.path: "" if check is None else refusal(check) for plan, check in checked}
+    if lines := [f"{path}: {reason}" for path, reason in reasons.items() if reason]:
         raise UserError("\n".join([*lines, GATE_HINT]))
     for line in gate_warnings([check for _, check in checked if check is not None]):
         echo(line)
@@ -192,16 +191,13 @@ def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | 
     return [found.get(number) for number in range(len(plans))]
 
 
-def is_refused(memory_check: MemoryCheck) -> bool:
-    """True if plan.gate=refuse and the run does not fit or its user code fails, or if its layouts differ."""
-    gate = memory_check.experiment.plan.gate
-    fails = memory_check.fits is False or bool(memory_check.user_error)
-    return (fails and gate == "refuse") or (bool(memory_check.layout_error) and gate != "warn")
-
-
 def refusal(memory_check: MemoryCheck) -> str:
-    """Reason for refusing one of several runs."""
-    return memory_check.user_error or memory_check.layout_error or f"it does not fit: {explain_oom(memory_check)}"
+    """Reason for refusing one of several runs, by its plan.gate; empty if it is accepted."""
+    gate, layout_error = memory_check.experiment.plan.gate, memory_check.layout_error
+    fails = memory_check.fits is False or bool(memory_check.user_error)
+    if not (fails and gate == "refuse") and not (layout_error and gate != "warn"):
+        return ""
+    return memory_check.user_error or layout_error or f"it does not fit: {explain_oom(memory_check)}"
 
 
 def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:

@@ -28,7 +28,7 @@ from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submis
 from titan_exp.launch.provenance import Provenance, read_provenance, report_changes, report_large_patch
 from titan_exp.launch.rank import host_agent
 from titan_exp.launch.rank.host_agent import AGENT, LOOPBACK, HostFile
-from titan_exp.launch.rank.rank_env import IMPORT_PATH, RankInfo
+from titan_exp.launch.rank.rank_env import HOSTS, IMPORT_PATH, TOKEN, RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.submit import thread_map
 from titan_exp.tracking.run_folder.files import FileLock, LockedError
@@ -134,7 +134,11 @@ class RemoteExecutor(Executor):
 
     def rank_info(self) -> RankInfo | None:
         """Rank that a host agent started; None under another launcher."""
-        return host_agent.hosts_rank()
+        env = os.environ
+        if HOSTS not in env:
+            return None
+        rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return RankInfo(rank, size, local, hosts=tuple(env[HOSTS].split(",")), token=env[TOKEN])
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
         """Write rank 0's address into the attempt's logs: its machine's name, or the loopback interface of one host."""
@@ -405,7 +409,8 @@ def make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submiss
 
 def is_alive(folder: RunFolder, row: Attempt) -> bool:
     """True if an attempt gives signs of life: a lock, its host agents, or a heartbeat, since locks may be invisible."""
-    agents = host_agent.host_files(folder, row.attempt)
+    files = folder.attempt_logs(row.attempt).glob("host-" + "[0-9]" * 5)
+    agents = [HostFile(folder, row.attempt, int(file.name.rpartition("-")[2])) for file in files]
     if folder.ranks_alive() or any(agent.alive for agent in agents):
         return True
     if agents or row.hosts == (socket.gethostname(),):

@@ -196,21 +196,6 @@ class HostFile:
         return self.age is None and time.time() - since < START_LIMIT
 
 
-def host_files(folder: RunFolder, attempt: int) -> list[HostFile]:
-    """Host files of the agents that have appeared."""
-    paths = folder.attempt_logs(attempt).glob("host-" + "[0-9]" * 5)
-    return [HostFile(folder, attempt, int(path.name.rpartition("-")[2])) for path in paths]
-
-
-def hosts_rank() -> rank_env.RankInfo | None:
-    """Rank of this process from a host agent's environment; None without an agent."""
-    env = os.environ
-    if rank_env.HOSTS not in env:
-        return None
-    rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return rank_env.RankInfo(rank, size, local, hosts=tuple(env[rank_env.HOSTS].split(",")), token=env[rank_env.TOKEN])
-
-
 class HostAgent:
     """Agent of one host. `row` is the attempt as it was recorded before its submission."""
 

@@ -139,8 +139,8 @@ def predict_sweep_memory(
     for entry, memory_check in zip(sweep_plan.planned, memory_checks, strict=True):
         if memory_check is None:
             kept.append(entry)
-        elif memory_gate.is_refused(memory_check):
-            refused[entry.path] = memory_gate.refusal(memory_check)
+        elif reason := memory_gate.refusal(memory_check):
+            refused[entry.path] = reason
         else:
             plan = memory_gate.with_prediction(entry.plan, memory_check)
             kept.append(replace(entry, plan=plan, memory_check=memory_check))

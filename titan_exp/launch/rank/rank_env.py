@@ -197,8 +197,8 @@ class RankInfo:
     local_rank: int
     """Rank on this machine; 0 if only one GPU is visible."""
     job_id: str = ""
-    """Job id, equal on all ranks and unique per job: of ranks by hand or if a scheduler counts restarts; otherwise the
-    attempt has the id that its submission recorded."""
+    """Job id, equal on all ranks and unique per job. It is read for ranks started by hand or by a scheduler that counts
+    restarts; otherwise the attempt has the id that its submission recorded."""
     hosts: tuple[str, ...] = ()
     """Names of all machines of the run."""
     restarts: int | None = None

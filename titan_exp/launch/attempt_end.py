@@ -201,8 +201,7 @@ def _refusal(folder: RunFolder, holder: LockHolder | None) -> UserError:
     beat, state = folder.read_heartbeat(), folder.read_state()
     heartbeat = f", last heartbeat {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
     attempt = f", attempt {state.attempt}" if state and state.attempt else ""
-    return UserError(
-        f"{folder.path}: this run is already running ({holder or 'another process'}{attempt}{heartbeat}). "
-        "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs. "
-        "To run the same beside it, choose another experiment.name."
-    )
+    who = f"{holder or 'another process'}{attempt}{heartbeat}"
+    remedy = "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs."
+    remedy += " To run the same beside it, choose another experiment.name."
+    return UserError(f"{folder.path}: this run is already running ({who}). {remedy}")

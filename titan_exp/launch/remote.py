@@ -261,10 +261,9 @@ class QueueExecutor(RemoteExecutor):
             try:
                 self.jobs(options, [])
             except FAILURES as error:
-                raise UserError(
-                    f"cluster.kind={self.kind}: the {self.scheduler} does not answer, so we submit nothing: "
-                    f"{said(error)}. Type the same command again once it answers, or run here with cluster=local."
-                ) from None
+                what = f"the {self.scheduler} does not answer, so we submit nothing: {said(error)}"
+                remedy = "Type the same command again once it answers, or run here with cluster=local"
+                raise UserError(f"cluster.kind={self.kind}: {what}. {remedy}.") from None
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
         """Queue a run."""

@@ -395,7 +395,6 @@ def _require_same(plan: RunPlan) -> None:
         raise UserError(f"{folder.path} exists without a config.yaml, so it is not a run. {remedy}")
     found = run_id(load_experiment(folder.config, trust=import_paths(plan.experiment).values()))
     if found != plan.run_id:
-        raise UserError(
-            f"{folder.config} has changed: it now describes run {found} instead of {plan.run_id}, and to continue "
-            "would mix the two. Move the folder away, or choose another experiment.name."
-        )
+        what = f"{folder.config} has changed: it now describes run {found} instead of {plan.run_id}"
+        remedy = "Move the folder away, or choose another experiment.name"
+        raise UserError(f"{what}, and to continue would mix the two. {remedy}.")

@@ -57,10 +57,9 @@ def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor
     last = rows[-1] if rows else None
     same_job = last is not None and rank.token is not None and last.token == rank.token
     if rank.token is not None and not same_job:
-        raise UserError(
-            f"{folder.path}: somebody started this run anew after job {rank.job_id or rank.token} was submitted"
-            f"{'' if last is None else f' (attempt {last.attempt})'}, so this job ends."
-        )
+        anew = "" if last is None else f" (attempt {last.attempt})"
+        what = f"somebody started this run anew after job {rank.job_id or rank.token} was submitted{anew}"
+        raise UserError(f"{folder.path}: {what}, so this job ends.")
     if last is not None and same_job and rank.restarts is None:
         rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows the id
     if last is not None and same_job and last.start is None and last.end is None:

@@ -76,10 +76,9 @@ def main(arguments: Sequence[str]) -> int:
             return DONE
         expected = ResolvedLayout.of(run.experiment).world_size
         if rank.world_size != expected:
-            raise UserError(
-                f"{folder.path} needs {format_items(expected, 'process')}, and you started {rank.world_size}. Start "
-                f"it with `{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}`."
-            )
+            needs = f"{folder.path} needs {format_items(expected, 'process')}, and you started {rank.world_size}"
+            command = f"{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}"
+            raise UserError(f"{needs}. Start it with `{command}`.")
         joined = None if executor is None else executor.join_world(folder, rank)
         run.folder, rank = joined or (folder, join_attempt(folder, rank, executor))
     except UserError as error:

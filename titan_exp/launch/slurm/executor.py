@@ -80,10 +80,9 @@ class SlurmExecutor(RemoteExecutor):
         try:
             listed_jobs([os.geteuid()])
         except UnreachableError as error:
-            raise UserError(
-                f"cluster=slurm: SLURM does not answer, so we submit nothing: {error}. Type the same command again "
-                "once it answers, submit from a login node of the cluster, or run here with cluster=local."
-            ) from None
+            remedy = "Type the same command again once it answers, submit from a login node of the cluster, or run here"
+            what = f"cluster=slurm: SLURM does not answer, so we submit nothing: {error}"
+            raise UserError(f"{what}. {remedy} with cluster=local.") from None
 
     def _require_login_node(self, plans: Sequence[RunPlan]) -> None:
         for command in ("sbatch", "srun", "squeue", "scancel"):
@@ -92,10 +91,9 @@ class SlurmExecutor(RemoteExecutor):
                 raise UserError(f"cluster=slurm: {command} is not installed on this machine. {remedy}")
         inside = os.environ.get("SLURM_JOB_ID")
         if inside and not all(plan.experiment.cluster.submit_from_job for plan in plans):
-            raise UserError(
-                f"This process is inside SLURM job {inside}, and jobs that submit jobs are usually a mistake. Submit "
-                "from a login node, run here with cluster=local, or set cluster.submit_from_job=true."
-            )
+            what = f"This process is inside SLURM job {inside}, and jobs that submit jobs are usually a mistake"
+            remedy = "Submit from a login node, run here with cluster=local, or set cluster.submit_from_job=true"
+            raise UserError(f"{what}. {remedy}.")
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Submit runs that are not done, queued or running, without waiting for them."""

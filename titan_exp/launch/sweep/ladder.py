@@ -78,10 +78,9 @@ class Shapes:
         if near := [shape for shape in found if abs(shape[-1] / parameters - 1) <= TOLERANCE]:
             return min(near)[1:3]
         counts = sorted((shape[-1] for shape in found), key=lambda count: abs(count - parameters))[:3]
-        raise UserError(
-            f"{self._path}: ladder.parameters: no shape of this model has {format_count(parameters)} non-embedding "
-            f"parameters, within {TOLERANCE:.0%}. Use {listed(sorted(counts))} instead"
-        )
+        wanted = f"{format_count(parameters)} non-embedding parameters, within {TOLERANCE:.0%}"
+        what = f"ladder.parameters: no shape of this model has {wanted}"
+        raise UserError(f"{self._path}: {what}. Use {listed(sorted(counts))} instead")
 
     def count(self, overrides: Sequence[str]) -> int:
         """Non-embedding parameters."""
@@ -91,10 +90,8 @@ class Shapes:
         """Spec of the model with overrides. Raises UserError if its class has none."""
         model = self._compose(tuple(overrides)).model
         if (found := model_spec(model)) is None:
-            raise UserError(
-                f"{self._path}: model.architecture={model.architecture} has no spec, so that a ladder cannot count its "
-                "parameters. Give its module a spec(config), or use a built-in family."
-            )
+            what = f"model.architecture={model.architecture} has no spec, so that a ladder cannot count its parameters"
+            raise UserError(f"{self._path}: {what}. Give its module a spec(config), or use a built-in family.")
         return found
 
     def _wide(self, multiple: Fraction) -> list[str]:

@@ -113,10 +113,8 @@ def import_optuna() -> Any:
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:
-        raise UserError(
-            "search.method=optuna: the package optuna is not installed. Type pip install 'titan_exp[optuna]', or use "
-            "search.method=sobol, which needs nothing more."
-        ) from None
+        remedy = "Type pip install 'titan_exp[optuna]', or use search.method=sobol, which needs nothing more."
+        raise UserError(f"search.method=optuna: the package optuna is not installed. {remedy}") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -160,10 +158,9 @@ class Rounds:
         """Check the runs of a round. Raises UserError if later rounds could not build on them."""
         for entry in plan.planned if self.metric.startswith("validation") else ():
             if not entry.plan.experiment.evaluation.enabled:
-                raise UserError(
-                    f"[{entry.point.label}] with evaluation.every=0 no run logs {self.metric}. Evaluate at "
-                    "least at the end, for example with evaluation.every=1000, or rank by metric: loss."
-                )
+                remedy = "Evaluate at least at the end, for example with evaluation.every=1000, or rank by metric: loss"
+                what = f"[{entry.point.label}] with evaluation.every=0 no run logs {self.metric}"
+                raise UserError(f"{what}. {remedy}.")
         require_logged(self.metric, plan, by_all=True)
 
     def result(self, finished: Finished) -> str:

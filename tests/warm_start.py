@@ -43,7 +43,7 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "titan_exp.trainer.rank_main",
     "titan_exp.launch.local.ranks",
-    "titan_exp.launch.local.run",
+    "titan_exp.launch.local.executor",
     "titan_exp.launch.sweep.sweeper",
     "titan_exp.cli.main",
     "titan_exp.cli.train",

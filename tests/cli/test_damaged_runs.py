@@ -18,8 +18,8 @@ import pytest
 
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.attempt_end import acquire_run, close_attempt
-from titan_exp.launch.local import run as local_run
+from titan_exp.launch.attempt_end import AttemptResult, acquire_run, close_attempt
+from titan_exp.launch.local import executor as local_run
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import plan_relaunch
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink, read_last_values
@@ -46,7 +46,7 @@ def start_again(bad: Path) -> int:
     with acquire_run(folder, "launcher", print):
         number = local_run._open_attempt(plan, folder.read_state(), RunConsole(), renew=True)
         JsonlSink(folder.metrics, number).close("done")
-        close_attempt(folder, number, "failed", exit_code=1, reason="a test", overrule=True)
+        close_attempt(folder, number, AttemptResult("failed", 1, "a test"))
     return 0
 
 

@@ -17,7 +17,7 @@ from titan_exp.cli.main import EXIT_CODES, main
 from titan_exp.config.command_line.output import answer, json_output, json_text, safe_output
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.extension import provided
-from titan_exp.launch.local.run import RunOutcome
+from titan_exp.launch.local.executor import RunOutcome
 from titan_exp.launch.run_console import summarize
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.tracking.run_folder.run_folder import RunState

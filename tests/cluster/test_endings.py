@@ -8,8 +8,8 @@ import torch
 
 from tests.cluster.submitting import Submitting, ends, last
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.launch.attempt_end import is_broken_collective
-from titan_exp.launch.local.run import run
+from titan_exp.launch.attempt_end import failure_from_error
+from titan_exp.launch.local.executor import run
 from titan_exp.launch.rank.rank_env import read_record
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -45,8 +45,7 @@ def test_killed_rank(cluster: Submitting, stand_in: StandIn):
     reason = cluster.ended(folder, "failed") or ""
     survivor = read_record(folder, 1, 0)
     assert survivor is not None
-    assert survivor.error is not None
-    assert is_broken_collective(survivor.error)
+    assert failure_from_error(survivor).broken_collective
     assert reason.startswith("a signal killed rank 1")
     assert reason.endswith("(srun: Killed)")
     assert cluster.slurm.job(job)["JobState"] == "FAILED"

@@ -16,7 +16,7 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_reader import tensor_shapes
 from titan_exp.extensions.replica_groups.events import read_events, summarize_groups
 from titan_exp.extensions.replica_groups.lighthouse import TORCHFT, torchft_version
-from titan_exp.launch.local.run import run
+from titan_exp.launch.local.executor import run
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

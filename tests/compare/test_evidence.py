@@ -12,7 +12,6 @@ from scipy import integrate, stats
 from titan_exp.launch.evidence import (
     Rule,
     decide,
-    droppable,
     e_bh,
     e_lond,
     falls_behind,
@@ -485,30 +484,6 @@ def test_discoveries_by_hand():
     assert e_lond([45.72, 69.4]) == [True, True]
     assert e_lond([1.0, 138.0]) == [False, False]
     assert e_lond([1.0, 138.7]) == [False, True]
-
-
-def drops_of_the_best(studies: int, gap: float) -> tuple[float, float]:
-    """Rates of dropping the best of five arms, and of the others; the leader is the arm of the lowest mean loss."""
-    draw, best, others = np.random.default_rng(16), 0, 0
-    for _ in range(studies):
-        losses = draw.standard_normal((5, 8)) + gap * np.arange(5)[:, None]
-        leader = int(np.argmin(losses.mean(1)))
-        dropped = droppable({str(arm): (losses[arm] - losses[leader]).tolist() for arm in range(5) if arm != leader})
-        best += "0" in dropped
-        others += len(dropped) - ("0" in dropped)
-    return best / studies, others / studies / 4
-
-
-def test_halving_keeps_the_best():
-    best, others = drops_of_the_best(150, 0.0)
-    assert best <= 0.05 + within(0.05, 150)
-    best, others = drops_of_the_best(100, 2.0)
-    assert best == 0
-    assert others > 0.3
-    clear = [1.0, 1.2, 1.1]
-    assert 20 < decide(clear, Rule()).e_better < 80
-    assert droppable({"b": clear}) == ["b"]
-    assert droppable({"b": clear, "c": [0.0] * 3, "d": [0.0] * 3, "e": [0.0] * 3}) == []
 
 
 @pytest.mark.night

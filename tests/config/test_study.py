@@ -11,7 +11,7 @@ from titan_exp.config.study.labels import names_all, words_of
 from titan_exp.config.study.points import FilePoints, Point, baseline_of, folder_name, narrowed, study_points
 from titan_exp.config.study.study import Study
 from titan_exp.config.study.study_file import find_study, read_study, study_files
-from titan_exp.launch.requests import hours
+from titan_exp.launch.memory_gate import hours
 
 HEAD = "question: Why?\n"
 

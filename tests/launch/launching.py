@@ -120,7 +120,7 @@ def main(overrides: list[str]) -> int:
     from titan_exp.config.errors.user_error import UserError
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.launch.local.run import run
+    from titan_exp.launch.local.executor import run
     from titan_exp.launch.run_plan import plan_run
 
     fast_hydra.install()

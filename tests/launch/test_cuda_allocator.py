@@ -51,9 +51,9 @@ def test_it_is_set_before_the_trainer_starts(tmp_path: Path, monkeypatch: pytest
     folder.config.write_text(to_yaml(experiment("cluster.device=cuda")))
     folder.add_attempt(world_size=1, hosts=["localhost"])
     monkeypatch.setattr(main, "_rank_main", lambda _: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
-    for name in ("_handle_signals", "_start_parent_watchdog"):
-        monkeypatch.setattr(main._Rank, name, lambda _: None)
-    monkeypatch.setattr(main._Rank, "_start_watchdog", lambda _: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(main._Rank, "_handle_signals", lambda _: None)
+    still = SimpleNamespace(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr(main, "Watchdog", lambda *_, **__: still)
     attempt = folder.read_attempts()[-1].attempt
     assert main._Rank(Run(folder), replace(RankInfo(0, 1, 0), attempt=attempt)).run() == 0
     assert seen == ["expandable_segments:True"]

@@ -16,11 +16,11 @@ from tokenizers.models import WordLevel
 
 from tests.launch.launching import LIMIT, ranks_of, start, wait_until
 from titan_exp.cli.main import main
+from titan_exp.launch.evidence import losing
 from titan_exp.launch.executor import JobStatus, Submission, SubmitOptions
 from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.provenance import read_provenance
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
-from titan_exp.launch.standing import losing
 from titan_exp.launch.sweep.looks import drawn_seeds
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
@@ -112,7 +112,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def use(monkeypatch: pytest.MonkeyPatch, executor: type[LocalExecutor]) -> None:
     monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", executor)
-    monkeypatch.setattr("titan_exp.launch.sweep.sweep_table.executor_for", executor)
+    monkeypatch.setattr("titan_exp.launch.sweep.sweep_plan.executor_for", executor)
     monkeypatch.setattr("titan_exp.launch.sweep.shipped_study.executor_for", executor)
 
 

@@ -109,7 +109,7 @@ def test_no_secret_reaches_the_folder(tmp_path: Path) -> None:
 
 def test_the_environment_is_read_without_torch() -> None:
     script = (
-        "import sys; import titan_exp.launch.local.run;"
+        "import sys; import titan_exp.launch.local.executor;"
         "from titan_exp.launch.provenance import read_environment;"
         "assert read_environment()['torch']; assert 'torch' not in sys.modules and 'submitit' not in sys.modules"
     )

@@ -15,7 +15,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch import attempt_end
-from titan_exp.launch.local.run import run
+from titan_exp.launch.local.executor import run
 from titan_exp.launch.run_console import summarize
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState

@@ -119,12 +119,12 @@ MUTATIONS: dict[str, Mutation] = {
         f"{EVIDENCE}::test_pairs_are_those_of_one_seed_in_order",
     ),
     "alpha may change after a look": (
-        f"{VERDICT}.registration.Registration.changes",
+        f"{VERDICT}.ledger.Registration.changes",
         without("alpha"),
         f"{LOOKS}::test_a_question_is_not_changed_after_a_look",
     ),
     "a configuration may change after a look": (
-        f"{VERDICT}.registration.Registration.changes",
+        f"{VERDICT}.ledger.Registration.changes",
         without("arms"),
         f"{LOOKS}::test_a_question_is_not_changed_after_a_look",
     ),

@@ -29,9 +29,9 @@ titan-exp compare --discoveries [STUDY...] [--alpha 0.05] [--json] [--markdown]
 {metrics}"""
 
 PAGE = "compare.html"
+"""File name of the HTML page beside the runs."""
 SUFFIXES = {"--markdown": ".md", "--csv": ".csv", "--latex": ".tex", "--json": ".json"}
 """File suffixes of the text formats; their flags may also be given without a file."""
-"""File name of the HTML page beside the runs."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -50,7 +50,10 @@ def run(argv: Sequence[str]) -> int:
     runs, named = runs_folder(options.runs), named_runs(rest)
     if options.discoveries:
         return _discoveries(options, runs, named)
-    _require_companions(options)
+    if options.group and not options.from_wandb:
+        raise UserError(f"group={options.group}: this selects W&B runs, so add --from-wandb ENTITY/PROJECT.")
+    if options.alpha != CompareOptions.alpha:
+        raise UserError(f"alpha={options.alpha}: this is the rate of false discoveries, so add --discoveries.")
     from titan_exp.compare.comparison import compare
     from titan_exp.compare.runs import select
 
@@ -69,19 +72,8 @@ def run(argv: Sequence[str]) -> int:
         target=options.target,
         tuned=options.tune,
     )
-    page = None
-    if options.html != "none":
-        from titan_exp.compare.output.pages import to_html
-
-        # Written before the table, so that a closed pipe (`| head`) does not lose the page.
-        try:
-            file = OutputFile("--html", options.html or selection.folder / PAGE, PAGE)
-            file.write(to_html(comparison))
-            page = str(file.path)
-        except UserError as error:
-            if options.html:
-                raise
-            page = f"not written. {error}"  # runs of another user, or on a read-only disk
+    # Written before the table, so that a closed pipe (`| head`) does not lose the page.
+    page = None if options.html == "none" else _write_page(comparison, options, selection.folder)
     _print_or_write(comparison, options)
     if page is not None:
         print(f"page: {page}", file=sys.stderr if True in options.formats.values() else sys.stdout)
@@ -92,29 +84,32 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _require_companions(options: CompareOptions) -> None:
-    if options.group and not options.from_wandb:
-        raise UserError(f"group={options.group}: this selects W&B runs, so add --from-wandb ENTITY/PROJECT.")
-    if options.alpha != CompareOptions.alpha:
-        raise UserError(f"alpha={options.alpha}: this is the rate of false discoveries, so add --discoveries.")
+def _write_page(comparison: "Comparison", options: CompareOptions, folder: Path) -> str:
+    from titan_exp.compare.output.pages import to_html
+
+    try:
+        file = OutputFile("--html", options.html or folder / PAGE, PAGE)
+        file.write(to_html(comparison))
+        return str(file.path)
+    except UserError as error:
+        if options.html:
+            raise
+        return f"not written. {error}"  # runs of another user, or on a read-only disk
 
 
 def _discoveries(options: CompareOptions, runs: Path, studies: Sequence[str]) -> int:
-    """Print the discoveries among all registered questions."""
     ours = ("runs", "discoveries", "alpha", "json", "markdown")
     for field in fields(options):
         if field.name not in ours and (value := getattr(options, field.name)) != field.default:
-            raise UserError(
-                f"{field.name.replace('_', '-')}={value}: this is of no use with --discoveries, which takes names of "
-                "studies, alpha=, --json and --markdown. Leave it out."
-            )
+            takes = "--discoveries, which takes names of studies, alpha=, --json and --markdown"
+            raise UserError(f"{field.name.replace('_', '-')}={value}: this is of no use with {takes}. Leave it out.")
     from titan_exp.compare.discoveries import commands, json_values, judge, section, to_markdown
 
     found = judge(runs, options.alpha, studies)
     _write_formats(found, options, {"markdown": to_markdown}, json_values)
     if True not in options.formats.values():
         from titan_exp.compare.output.pages import show_section
-        from titan_exp.launch.sweep.sweep_table import plain_console
+        from titan_exp.launch.sweep.sweep_plan import plain_console
 
         console = plain_console()
         show_section(section(found), console)
@@ -144,15 +139,11 @@ def _write_formats(
 def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
     from titan_exp.compare.output import formats
 
-    texts = {
-        "markdown": formats.to_markdown,
-        "csv": formats.to_csv,
-        "latex": formats.to_latex,
-    }
+    texts = {"markdown": formats.to_markdown, "csv": formats.to_csv, "latex": formats.to_latex}
     _write_formats(comparison, options, texts, formats.json_values)
     if True not in options.formats.values():
         from titan_exp.compare.output.pages import show
-        from titan_exp.launch.sweep.sweep_table import plain_console
+        from titan_exp.launch.sweep.sweep_plan import plain_console
 
         console = plain_console()
         show(comparison, console, every_key=not console.is_terminal)

@@ -36,7 +36,6 @@ class DoctorLayoutOptions:
 
 
 def _layout(argv: Sequence[str]) -> int:
-    """Check the layouts of a run; returns 3 if one differs from one rank."""
     from dataclasses import asdict
     from pathlib import Path
 
@@ -58,19 +57,14 @@ def _layout(argv: Sequence[str]) -> int:
     experiment = to_experiment(compose(overrides))
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     if not asked_axes(experiment):
-        raise UserError(
-            "This run asks for one rank and one micro-batch, so there is nothing to compare. Add what it shall be "
-            "checked in, for example parallelism.tp=2 parallelism.dp_shard=2"
-        )
+        remedy = "Add what it shall be checked in, for example parallelism.tp=2 parallelism.dp_shard=2"
+        raise UserError(f"This run asks for one rank and one micro-batch, so there is nothing to compare. {remedy}")
     console = Terminal(stderr=options.json)
     (verdict,) = layout_verdicts([experiment], Path(experiment.paths.runs).expanduser() / ".cache", console.print)
+    lines = [*(f"agrees with one rank: {name}" for name in verdict.agreeing), *verdict.notes]
+    lines += [f"differs: {verdict.difference}"] if verdict.difference else []
     if options.json:
         answer(asdict(verdict))
-        return 3 if verdict.difference else 0
-    for name in verdict.agreeing:
-        console.print(f"agrees with one rank: {name}", markup=False, soft_wrap=True)
-    for note in verdict.notes:
-        console.print(note, markup=False, soft_wrap=True)
-    if verdict.difference:
-        console.print(f"differs: {verdict.difference}", markup=False, soft_wrap=True)
+    for line in () if options.json else lines:
+        console.print(line, markup=False, soft_wrap=True)
     return 3 if verdict.difference else 0

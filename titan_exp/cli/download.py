@@ -16,10 +16,8 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat
 CONFIGURATION = ("config.json", "generation_config.json", "*/params.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ORIGINAL = ("consolidated.*.pth", "*/consolidated.*.pth")
-
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files that a tokenizer may have; it needs one of them."""
-
 FILES: dict[str, tuple[str, ...]] = {
     "tokenizer": TOKENIZER,
     "config": CONFIGURATION,
@@ -61,12 +59,14 @@ def run(argv: Sequence[str]) -> int:
     fetch = partial(download, options.repo, target, revision=options.revision or None, kind=kind)
     if options.files == "weights":  # these are of no use if no family reads them
         fetch(patterns=["config.json"])
-        _require_family(target, options.repo)
+        try:
+            list(_preset(target))
+        except UserError as error:
+            raise UserError(f"We do not download {options.repo}. To do it anyway, use files=all. {error}") from error
     fetch(patterns=FILES[options.files])
     if not _files(target):
-        raise UserError(
-            f"{options.repo} has no files of files={options.files}. To download all its files, use files=all."
-        )
+        every = "To download all its files, use files=all."
+        raise UserError(f"{options.repo} has no files of files={options.files}. {every}")
     print(_size(target))
     if not is_dataset:
         print("\n".join(_fit(target, options)))
@@ -82,26 +82,22 @@ def _size(target: Path) -> str:
     return f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB"
 
 
-def _require_family(target: Path, repository: str) -> None:
-    """Read `config.json`, if it exists. Raises UserError if no family has its model."""
+def _preset(target: Path) -> Iterator[str]:
+    """Lines on the preset of `config.json`, if it exists. Raises UserError if no family has its model."""
     if (target / "config.json").is_file():
-        try:
-            list(repository_lines(config_json(target), target.name))
-        except UserError as error:
-            raise UserError(f"We do not download {repository}. To do it anyway, use files=all. {error}") from error
+        yield from repository_lines(config_json(target), target.name)
 
 
 def _fit(target: Path, options: DownloadOptions) -> Iterator[str]:
     """Lines on the preset that fits the downloaded files, and on missing files."""
     if options.files in ("weights", "config", "all"):
-        if (target / "config.json").is_file():
-            try:
-                yield from repository_lines(config_json(target), target.name)
-            except UserError as error:
-                if options.files == "config":
-                    raise
-                yield str(error)
-        else:
+        try:
+            yield from _preset(target)
+        except UserError as error:
+            if options.files == "config":
+                raise
+            yield str(error)
+        if not (target / "config.json").is_file():
             yield "config.json is missing, and without it you cannot convert the weights"
     if options.files != "config" and not any((target / name).is_file() for name in TOKENIZERS):
         yield f"{listed(TOKENIZERS)} is missing, so name another tokenizer with data.tokenizer=FOLDER"

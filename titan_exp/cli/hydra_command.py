@@ -4,8 +4,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from titan_exp.config.errors.user_error import UserError
 
 PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")
 """Flags that name a primary configuration of yours."""
-
 LIST_OF_OPTIONS = re.compile(r"\+*[\w/]+=\[")
 """First characters of an override that lists options of a group."""
-
 Task = Callable[[Any, Sequence[str]], int]
 """Function called with a composed configuration and the typed overrides; returns an exit code."""
 
@@ -32,19 +29,20 @@ def run_with_hydra(
     """
     from titan_exp.config.command_line.options import read_arguments
 
-    arguments = read_arguments(argv)
+    arguments = read_arguments(argv)  # before slow imports
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
     from titan_exp.config.extension import CONF_DIR, CONFIG_NAME
-    from titan_exp.config.hydra.compose import HYDRA_VERSION, OWN_FILE, default_overrides, register_resolvers
+    from titan_exp.config.hydra import compose
     from titan_exp.config.hydra.config_groups import check_places, has_own_folders, option_values
     from titan_exp.config.schema.component import search_current_directory
+    from titan_exp.launch.rank.rank_env import environment
 
     _require_plain_file(arguments, trust)
-    always = OWN_FILE if arguments.has(*PRIMARY) else default_overrides()
+    always = compose.OWN_FILE if arguments.has(*PRIMARY) else compose.default_overrides()
     codes: list[int] = []
     failures: list[Exception] = []
 
@@ -60,7 +58,7 @@ def run_with_hydra(
 
     check_places(arguments)
     search_current_directory()
-    register_resolvers()
+    compose.register_resolvers()
     values = option_values(arguments)(arguments.overrides) if arguments.has(*PRIMARY) else list(arguments.overrides)
     before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *values]
     try:
@@ -70,9 +68,10 @@ def run_with_hydra(
             print(train_help(arguments), end="")
             return 0
         _check_names(replace(arguments, overrides=(*nested, *arguments.overrides)), where)
-        with _hydra_raises(), warnings.catch_warnings():
+        # Hydra raises errors instead of printing them and exiting.
+        with environment({"HYDRA_FULL_ERROR": "1"}), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
-            hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
+            hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **compose.HYDRA_VERSION)(job)()
     except Exception as error:
         if not is_composition_error(error):
             raise
@@ -134,21 +133,9 @@ def command_name() -> str:
     return "titan-exp" if name.endswith(".py") else name
 
 
-@contextmanager
-def _hydra_raises() -> Iterator[None]:
-    """Make Hydra raise errors instead of printing them and exiting."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("HYDRA_FULL_ERROR")
-        os.environ.update({} if before is None else {"HYDRA_FULL_ERROR": before})
-
-
 class OutputFile:
-    """File given by an option such as `--html`; `name` is an example of a file name. Its folder is created first, since
-    a prediction may take minutes. Raises UserError if the file cannot be written."""
+    """File given by an option such as `--html`, whose folder is created at once, since a prediction may take minutes.
+    `name` is an example of a file name. Raises UserError if the file cannot be written."""
 
     def __init__(self, option: str, path: str | Path, name: str) -> None:
         self.path, self._option = Path(path).expanduser(), option

@@ -27,7 +27,6 @@ titan-exp logs: show the log of a run, or the errors of the failed runs of a stu
 RUN is a path, an id prefix, STUDY/LABEL or a URL."""
 HELP_TEXT = options_help(USAGE, LogsOptions)
 EVERY = 0.25
-"""Poll interval of -f in seconds."""
 FAILED = ("failed", "lost", "unreadable")
 
 
@@ -45,40 +44,32 @@ def run(argv: Sequence[str]) -> int:
         return _show_failures(found)
     (entry,) = found
     if not entry.folder.path.is_dir() or not _last_attempt(entry.folder):
-        raise UserError(
-            f"{entry.label}: this run has not started yet and has no log. Start it with {entry.start_command}."
-        )
+        remedy = f"Start it with {entry.start_command}."
+        raise UserError(f"{entry.label}: this run has not started yet and has no log. {remedy}")
     if attempt is None and (queued := _queued(entry.folder)) is not None:
         if not follow:
             name = shlex.quote(typed_path(entry.folder.path))
-            raise UserError(
-                f"{name} has no log yet: {queued}. To follow it once it starts, type titan-exp logs -f {name}."
-            )
+            remedy = f"To follow it once it starts, type titan-exp logs -f {name}."
+            raise UserError(f"{name} has no log yet: {queued}. {remedy}")
         print(f"==> {queued} <==", flush=True)
     folder = _group_folder(entry.folder, attempt, options.group)
-    if follow:
-        try:
-            _follow(folder, rank or 0, attempt)
-        except KeyboardInterrupt:
-            return 130
-        return 0
-    _show(folder, rank, attempt)
+    try:
+        _follow(folder, rank or 0, attempt) if follow else _show(folder, rank, attempt)
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
 def _queued(folder: RunFolder) -> str | None:
     """Time since which a run waits in a queue, and why; None if it does not wait, or has started meanwhile."""
     row = folder.read_attempts()[-1]
-    status = None if row.start is not None else run_status(folder)
-    if status is None or status.state != "queued":
+    if row.start is not None or (status := run_status(folder)).state != "queued":
         return None
-    waited = format_duration(max(0.0, time.time() - row.intent))
+    waited, before = format_duration(max(0.0, time.time() - row.intent)), row.attempt - 1
     known = [f"queued since {format_time(row.intent)}, {waited} ago", status.job_id and f"job {status.job_id}"]
-    known += [
-        status.reason,
-        folder.attempt_logs(before := row.attempt - 1).is_dir()
-        and f"after attempt {before} (to see that one, add --attempt={before})",
-    ]
+    known.append(status.reason)
+    if folder.attempt_logs(before).is_dir():
+        known.append(f"after attempt {before} (to see that one, add --attempt={before})")
     return ", ".join(filter(None, known))
 
 
@@ -92,15 +83,16 @@ def _group_folder(folder: RunFolder, attempt: int | None, group: int | None) -> 
     if not starts:
         return folder
     views = {of: folder.with_world(name) for of, name in sorted(starts.items())}
-    chosen = group
-    if chosen is None:
-        failed = [of for of, view in views.items() if _first_to_fail(view, number) is not None]
-        chosen = (failed or list(views))[0]
-    return views[chosen]
+    failed = [of for of, view in views.items() if group is None and _first_to_fail(view, number) is not None]
+    return views[[*failed, *views][0] if group is None else group]
 
 
 def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:
-    number = _attempt(folder, attempt)
+    last = _last_attempt(folder)
+    number = last if attempt is None else attempt
+    if attempt is not None and not 1 <= attempt <= last:
+        known = f"1{f' to {last}' if last > 1 else ''}"
+        raise UserError(f"--attempt {attempt}: this run has {format_items(last, 'attempt')}, so use --attempt {known}.")
     chosen = rank if rank is not None else _first_to_fail(folder, number) or 0
     path = folder.attempt_logs(number) / f"rank-{chosen:05d}.log"
     if not path.exists():
@@ -118,7 +110,6 @@ def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:
 
 
 def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
-    """Print new lines until the run, or the given attempt, has ended."""
     last = _last_attempt(folder)
     number = max(1, last if attempt is None else attempt)
     follower, announced = _log(folder, number, rank), False
@@ -163,25 +154,12 @@ def _show_failures(found: Sequence[RunEntry]) -> int:
     return 0
 
 
-def _attempt(folder: RunFolder, attempt: int | None) -> int:
-    last = _last_attempt(folder)
-    if attempt is None:
-        return last
-    if not 1 <= attempt <= last:
-        raise UserError(
-            f"--attempt {attempt}: this run has {format_items(last, 'attempt')}, so use --attempt "
-            f"1{f' to {last}' if last > 1 else ''}."
-        )
-    return attempt
-
-
 def _last_attempt(folder: RunFolder) -> int:
     attempts = folder.read_attempts()
     return attempts[-1].attempt if attempts else 0
 
 
 def _first_to_fail(folder: RunFolder, attempt: int) -> int | None:
-    """First rank that failed; None if none did."""
     ranks = [int(path.stem[5:]) for path in folder.attempt_logs(attempt).glob("rank-*.json")]
     records = [record for rank in ranks if (record := read_record(folder, attempt, rank)) is not None]
     failed = [record for record in records if record.failed]

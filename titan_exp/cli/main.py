@@ -1,7 +1,7 @@
 """Command line entry point: dispatches `titan-exp VERB ...` to the module of the verb; and completion in a shell.
 
 A verb is a module of this package with a function `run(argv) -> int`; the first line of its docstring is its help
-line. Heavy imports are avoided here, so that help, completion and `--cfg` are fast.
+line. No heavy imports here: help, completion and `--cfg` are fast.
 """
 
 import ast
@@ -62,8 +62,6 @@ def _names(verb: str) -> list[str] | None:
 
             return sorted(study_files())
         if verb == "help":
-            from titan_exp.cli.help import guides, tutorials
-
             return sorted({*guides(), *tutorials()})
         if verb in ("status", "show", "diff", "logs", "cancel", "retry", "compare"):
             from titan_exp.launch.run_lookup import run_groups
@@ -74,7 +72,6 @@ def _names(verb: str) -> list[str] | None:
 
 
 def _composed(rest: str, argv: Sequence[str]) -> list[str]:
-    """Hydra's completions for `titan-exp train`."""
     from titan_exp.cli.train import run
 
     os.environ["COMP_LINE"] = f"{command_name()} {rest}"
@@ -146,7 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_output()
     os.umask(os.umask(0o077) | 0o002)  # no user outside the group may write code that a run executes
     try:
-        with json_output() if _wants_json(typed) else nullcontext():
+        # A verb of an extension prints its own JSON.
+        asked = bool(FLAGS & {*typed}) and not {"--help", "-h"} & {*typed}
+        asked = asked and not typed[0].startswith("-") and typed[0] not in provided("verbs")
+        with json_output() if asked else nullcontext():
             code = _dispatch(typed)
         print(end="", flush=True)  # Python's own flush at exit would print its errors
         return code
@@ -172,16 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UserError.exit_code
 
 
-def _wants_json(argv: Sequence[str]) -> bool:
-    """True if a verb was asked for JSON. A verb of an extension prints its own."""
-    asked = bool(FLAGS & {*argv}) and not {"--help", "-h"} & {*argv}
-    return asked and not argv[0].startswith("-") and argv[0] not in provided("verbs")
-
-
 @cache
 def verbs() -> dict[str, str]:
-    """One-line help of every verb, parsed from source without importing the modules. Flags that turn a verb of the core
-    into another one are not listed."""
+    """One-line help of every verb, parsed from source without importing the modules; no flags that are verbs."""
     found: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         module = ast.parse(path.read_bytes())
@@ -241,14 +234,11 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if verb in verbs():
         return run_verb(verb, rest)
+    known = f"The verbs are {listed(verbs(), 'and')}."
     if verb.startswith("-") or "=" in verb:
-        raise UserError(
-            f"Begin with a verb: titan-exp train {' '.join(argv)}\n  The verbs are {listed(verbs(), 'and')}."
-        )
-    offer = next(([meant] for meant, others in OTHER_VERBS.items() if verb in others), None) or nearest(
-        verb, verbs(), 1
-    )
-    suggestion = f"Did you mean titan-exp {' '.join([*offer, *rest])}? " if offer else ""
+        raise UserError(f"Begin with a verb: titan-exp train {' '.join(argv)}\n  {known}")
     if reason := lacking(verb):
         raise UserError(f"titan-exp {verb}: {reason}.")
-    raise UserError(f"{verb}: there is no such verb.\n  {suggestion}The verbs are {listed(verbs(), 'and')}.")
+    offer = [meant for meant, others in OTHER_VERBS.items() if verb in others][:1] or nearest(verb, verbs(), 1)
+    suggestion = f"Did you mean titan-exp {' '.join([*offer, *rest])}? " if offer else ""
+    raise UserError(f"{verb}: there is no such verb.\n  {suggestion}{known}")

@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
-from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
 from titan_exp.config.schema.schema import OTHER_NAMES
 from titan_exp.tracking.display import format_bytes
 
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
-    """Device and memory of a run with a resolved layout, from `--device` or the cluster. Raises UserError if the device
-    table lacks the GPU."""
+    """Device and memory of a run with a resolved layout. Raises UserError if the device table lacks the GPU."""
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.models.spec.lookup import model_spec
     from titan_exp.plan.devices import DEVICES, device_memory_of, device_named, memory_of_gpu, refine_gpu
@@ -45,10 +44,8 @@ def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
         return memory_of_gpu(device, layout, spec)
     found = device_memory_of(layout, spec, runs)
     if found.device is None and layout.device_type == "cuda":
-        raise UserError(
-            f"plan: the planner does not know cluster.gpu_type={experiment.cluster.gpu_type or 'null'}. "
-            f"Use --device {listed(DEVICES)}."
-        )
+        kind = experiment.cluster.gpu_type or "null"
+        raise UserError(f"plan: the planner does not know cluster.gpu_type={kind}. Use --device {listed(DEVICES)}.")
     return found
 
 
@@ -67,7 +64,6 @@ titan-exp plan search ...   rank all layouts of a cluster by speed (see titan-ex
 NODE, GPU_NAMES = 8, OTHER_NAMES["cluster.gpus_per_node"]
 """GPUs of a node of `cluster=slurm_h100`, and names of their number in other programs."""
 DOES_NOT_FIT = 3
-"""Exit code of a run that does not fit."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -84,16 +80,11 @@ def run(argv: Sequence[str]) -> int:
         return 0
     require_no_gpus(argv)
     options, overrides = take_options(PlanOptions, argv, others=(*SWITCHES, *VALUED))
-    require_no_verb(overrides)
-    command = shlex.join(["titan-exp", "plan", *argv])
-    return run_with_hydra(overrides, lambda cfg, typed: plan_command(cfg, typed, options, command), trust=options.trust)
-
-
-def require_no_verb(overrides: Sequence[str]) -> None:
-    """Raise UserError if the first override is a misspelled sub-verb of `plan`."""
     for word in overrides[:1]:
         if word.isalpha() and nearest(word, ["search"], 1):
             raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan search? An override is key=value.")
+    command = shlex.join(["titan-exp", "plan", *argv])
+    return run_with_hydra(overrides, lambda cfg, typed: plan_command(cfg, typed, options, command), trust=options.trust)
 
 
 def require_no_gpus(argv: Sequence[str]) -> None:
@@ -137,8 +128,6 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     """Predict a composed run and print the plan; returns the exit code. The page shows the `command`. Raises UserError
     if the run breaks a rule or cannot be predicted."""
     from titan_exp.config.command_line.help import remarks
-    from titan_exp.config.devices import offered_devices
-    from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
     from titan_exp.launch.run_plan import laptop_rate
     from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.prediction import check_supported
@@ -157,10 +146,9 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     memory = device_for(experiment, options.device)
     ranks = options.pipeline_ranks
     if ranks is not None and max(ranks) >= experiment.parallelism.pp:
-        raise UserError(
-            f"--ranks {max(ranks)}: there is no such pipeline rank, since parallelism.pp={experiment.parallelism.pp}. "
-            f"Use 0 to {experiment.parallelism.pp - 1}."
-        )
+        stages = experiment.parallelism.pp
+        there = f"there is no such pipeline rank, since parallelism.pp={stages}"
+        raise UserError(f"--ranks {max(ranks)}: {there}. Use 0 to {stages - 1}.")
 
     from titan_exp.plan.check_user_code import check_user_code, failing_user_code
     from titan_exp.plan.gate import MemoryCheck
@@ -178,21 +166,19 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
         answer(plan_to_json(plan) | {"fits": memory_check.fits})
     else:
         print_plan(plan, kernels=options.kernels)
-    if page is not None:
-        from titan_exp.plan.draw import html_page
+    if page is not None or trace is not None:
+        from titan_exp.plan.draw import html_page, trace_json
 
-        page.write(html_page(plan, memory_check, command))
-        print(f"page: {page.path}", file=messages)
-    if trace is not None:
-        from titan_exp.plan.draw import trace_json
-
-        trace.write(trace_json(plan))
-        print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)
+        if page is not None:
+            page.write(html_page(plan, memory_check, command))
+            print(f"page: {page.path}", file=messages)
+        if trace is not None:
+            trace.write(trace_json(plan))
+            print(f"trace: {trace.path} (open it at ui.perfetto.dev)", file=messages)
     return _verdict(memory_check, options, typed)
 
 
 def _verdict(memory_check: "MemoryCheck", options: PlanOptions, typed: Sequence[str]) -> int:
-    """Print whether a run fits, or changes that would make it fit; returns the exit code."""
     from titan_exp.launch.git import mask_override
     from titan_exp.plan.changes import explain_changes
     from titan_exp.plan.gate import explain_fit
@@ -229,8 +215,7 @@ def run_search(argv: Sequence[str]) -> int:
         return 0
     began = time.perf_counter()
     options, overrides = search_options(argv)
-    task = lambda cfg, typed: search_command(cfg, options, typed, began)  # noqa: E731
-    return run_with_hydra(overrides, task, trust=options.trust)
+    return run_with_hydra(overrides, lambda cfg, typed: search_command(cfg, options, typed, began), trust=options.trust)
 
 
 def search_options(argv: Sequence[str]) -> tuple[PlanSearchOptions, list[str]]:
@@ -243,19 +228,18 @@ def search_options(argv: Sequence[str]) -> tuple[PlanSearchOptions, list[str]]:
 
 def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str], began: float) -> int:
     """Search the layouts of a composed run and print them; returns the exit code. The time limit counts from `began`, a
-    time of `time.perf_counter`. Raises UserError if the run cannot be searched, or no layout fits."""
+    `time.perf_counter`. Raises UserError if the run cannot be searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
     from titan_exp.plan.layouts import SearchSpace, fixed_keys, train_command
     from titan_exp.plan.planner_processes import start_forkserver
     from titan_exp.plan.prediction import check_supported, with_run_kernels
 
     with with_device_fault(options.device):
         experiment = to_experiment(cfg)
+    unknown = "plan search ranks layouts by speed and has no speed model for"
     if device_type(experiment.cluster) == "cpu":
-        raise UserError(
-            "plan search ranks layouts by speed and has no speed model for CPUs. Use cluster=slurm_h100, or "
-            "cluster=slurm with --device h100."
-        )
+        raise UserError(f"{unknown} CPUs. Use cluster=slurm_h100, or cluster=slurm with --device h100.")
     parallelism = replace(experiment.parallelism, **ONE_DEVICE, pp_microbatches=None)
     on_one_device = resolve_layout(replace(experiment, parallelism=parallelism), 1)
     device = device_for(on_one_device, options.device).device
@@ -265,11 +249,11 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str], b
     check_supported(experiment, device)
     device = with_run_kernels(device, experiment)
     if experiment.training.mixed_precision == "fp32":
-        raise UserError(
-            "plan search ranks layouts by speed and has no speed model for fp32 on GPUs "
-            "(training.mixed_precision=fp32). Use bf16. titan-exp plan predicts one fp32 layout."
-        )
-    _check_homogeneous(on_one_device)
+        remedy = "Use bf16. titan-exp plan predicts one fp32 layout."
+        raise UserError(f"{unknown} fp32 on GPUs (training.mixed_precision=fp32). {remedy}")
+    if (reason := unsupported_reason(on_one_device)) is not None:
+        what = "plan search extrapolates from a few layers, which does not work here"
+        raise UserError(f"{what}: {reason}. titan-exp plan predicts one layout.")
     start_forkserver()
     space = SearchSpace(experiment, gpus, fixed_keys(typed), _recipes(options.recipe_names, typed))
 
@@ -291,8 +275,7 @@ def search_command(cfg: Any, options: PlanSearchOptions, typed: Sequence[str], b
 
 
 def _recipes(names: Sequence[str], typed: Sequence[str]) -> "dict[str, QuantizationConfig]":
-    """Options of the group `quantization` by name, with the typed keys of that group. Raises UserError if a name does
-    not exist."""
+    """Options of `quantization` by name, with its typed keys. Raises UserError if a name does not exist."""
     from titan_exp.config.extension import shipped_options
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
@@ -304,18 +287,6 @@ def _recipes(names: Sequence[str], typed: Sequence[str]) -> "dict[str, Quantizat
             raise UserError(f"--recipes {name}: there is no such recipe. Use {listed(known)}.")
     keys = [word for word in typed if word.startswith(f"{RECIPE}.")]
     return {name: to_experiment(compose([f"{RECIPE}={name}", *keys])).quantization for name in names}
-
-
-def _check_homogeneous(experiment: Experiment) -> None:
-    """Check that layers are homogeneous, since a search extrapolates from a few."""
-    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-
-    reason = unsupported_reason(experiment)
-    if reason is not None:
-        raise UserError(
-            f"plan search extrapolates from a few layers, which does not work here: {reason}. "
-            "titan-exp plan predicts one layout."
-        )
 
 
 NEXT_KEYS = ("activation_checkpoint=full", "parallelism.tp=8", "parallelism.pp=1", "training.micro_batch_size=1")
@@ -330,17 +301,12 @@ def _explain_no_fit(result: "SearchResult", space: "SearchSpace", device: "Devic
         found = "no layout was planned" if not result.planned else f"none of {result.planned} planned layouts fits"
         free = [key for key in NEXT_KEYS if not fixed_keys([key]) & space.fixed]
         fix = f", or fix a key that you left open, as in {free[0]}" if free else ""
-        lines = [
-            f"plan search: {found} in {result.seconds:.0f} s, on {where} with {capacity}. Use more --seconds{fix}."
-        ]
-        for cost in missed[:3]:
-            lines.append(f"  {format_bytes(cost.reserved - cost.room)} too large: {cost.overrides}")
-        return "\n".join(lines)
+        line = f"plan search: {found} in {result.seconds:.0f} s, on {where} with {capacity}. Use more --seconds{fix}."
+        more = [f"  {format_bytes(cost.reserved - cost.room)} too large: {cost.overrides}" for cost in missed[:3]]
+        return "\n".join([line, *more])
     if not missed and result.unknown and not result.floor:
-        return (
-            f"plan search: no layout can be extrapolated, because {result.unknown[0][0]}. "
-            "titan-exp plan predicts one layout."
-        )
+        reason = result.unknown[0][0]
+        return f"plan search: no layout can be extrapolated, because {reason}. titan-exp plan predicts one layout."
     if not missed:
         return (
             f"plan search: nothing fits on {where}: parameters, gradients and activations alone need "
@@ -364,16 +330,14 @@ def _explain_no_fit(result: "SearchResult", space: "SearchSpace", device: "Devic
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Progress line on a terminal; elsewhere, a line for every best layout so far. Yields the function that updates
-    it."""
+    """Yield the function that updates the progress line on a terminal; elsewhere, it prints each best layout so far."""
     if not sys.stderr.isatty():
-        shown = ""
+        shown = [""]
 
         def show(line: str) -> None:
-            nonlocal shown
-            _, _, layout = line.partition("; ")
-            if layout not in ("", shown):
-                shown = layout
+            layout = line.partition("; ")[2]
+            if layout not in ("", shown[-1]):
+                shown.append(layout)
                 print(layout, file=sys.stderr, flush=True)
 
         yield show

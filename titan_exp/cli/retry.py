@@ -10,8 +10,7 @@ from titan_exp.config.command_line.verb_options import RetryOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.foreign_code import require_plain
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
-from titan_exp.launch.memory_gate import gate_runs
-from titan_exp.launch.requests import outcome_records, request_lines
+from titan_exp.launch.memory_gate import gate_runs, outcome_records, request_lines
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_lookup import RunEntry, find_runs, require_one, runs_folder
 from titan_exp.launch.run_plan import RunPlan, plan_relaunch
@@ -29,7 +28,6 @@ A run keeps the configuration of its folder, and takes the code that you have no
 continue it, type the command that started it."""
 HELP_TEXT = options_help(USAGE, RetryOptions)
 RETRIED = ("failed", "lost")
-"""States that are retried."""
 BEGINNING = ("checkpoint.continue_step=null", "checkpoint.continue_data=same", "checkpoint.initial=null")
 """Overrides that clear where the parent itself began."""
 
@@ -89,10 +87,6 @@ def _continue_with(entry: RunEntry, overrides: Sequence[str], trust: bool) -> in
 
 
 def _restart(labels: Mapping[Path, str], trust: bool) -> list[Submission]:
-    """Restart runs, given by folder path, by their executors, and print each result under its label.
-
-    Raises UserError if a run cannot start or is not expected to fit.
-    """
     by_kind: dict[str, list[RunPlan]] = {}
     for path in labels:
         plan = plan_relaunch(RunFolder(path), trust)

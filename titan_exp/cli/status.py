@@ -55,10 +55,8 @@ FIRST = ("left", "rung", "validation loss", "tokens/s", "id", "MFU", "GPU-hours"
 LEFT = ("run", "id", "rung", "state", "continued from")
 """Text columns."""
 GAP, LABEL, NAMED = 2, 24, 3
-"""Spaces between columns; width below which no run's name is cut to make room; number of names in a list that is
-cut."""
+"""Spaces between columns; width below which no run's name is cut to make room; names in a list that is cut."""
 WATCH_EVERY = 2.0
-"""Refresh interval in seconds."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -73,10 +71,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     rows = status_rows(find_runs(named, runs))
     if not rows:
-        print(
-            f"There is no run under {runs}/ yet. Start one with titan-exp train, or look elsewhere with "
-            "paths.runs=FOLDER."
-        )
+        start = "Start one with titan-exp train, or look elsewhere with paths.runs=FOLDER."
+        print(f"There is no run under {runs}/ yet. {start}")
         return 0
     width = _width()
     lines = [*_headlines(named, runs), *_lines(rows, in_full=not named, width=width)]
@@ -103,10 +99,8 @@ def _headlines(named: Sequence[str], runs: Path) -> list[str]:
                 looks = f"looks after {listed(one.looks, 'and')} pairs, {len(record.points) // 2} begun"
                 lines.append(f"registered: {one.candidate} against {one.baseline} in {one.metric}, {looks}")
             if record.skipped:
-                lines.append(
-                    f"{format_items(len(record.skipped), 'point')} skipped. To see why, type titan-exp sweep "
-                    f"{word} --dry-run"
-                )
+                points = format_items(len(record.skipped), "point")
+                lines.append(f"{points} skipped. To see why, type titan-exp sweep {word} --dry-run")
             if record.others:
                 lines.append(f"the last call, which did not ask for every run: {record.command}")
             if (holder := study.holder()) is not None:
@@ -150,7 +144,6 @@ def _line(row: Mapping[str, str], names: Sequence[str], widths: Mapping[str, int
 
 
 def _reasons(cells: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
-    """Reasons and warnings, once each, with the runs that they concern."""
     runs: dict[tuple[str, str], list[str]] = {}
     for row in cells:
         if row["reason"] != "-":
@@ -170,13 +163,8 @@ def _some(names: Sequence[str]) -> str:
 def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     if width is None:
         return [indent + text]
-    return textwrap.wrap(
-        *(text, max(width, 20)),
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    wrapper = textwrap.TextWrapper(max(width, 20), indent, indent, break_on_hyphens=False, break_long_words=False)
+    return wrapper.wrap(text)
 
 
 def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
@@ -205,9 +193,8 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
 
 def _count(rows: Sequence[StatusRow]) -> str:
     hours = sum(row.gpu_hours or 0.0 for row in rows)
-    return f"{format_items(len(rows), 'run')}: {count_states([row.shown for row in rows])}" + (
-        f"; {hours:,.2f} GPU-hours so far" if hours else ""
-    )
+    so_far = f"; {hours:,.2f} GPU-hours so far" if hours else ""
+    return f"{format_items(len(rows), 'run')}: {count_states([row.shown for row in rows])}{so_far}"
 
 
 def _watch(named: Sequence[str], runs: Path) -> None:

@@ -18,11 +18,30 @@ from titan_exp.data.build_store import build_store
 from titan_exp.data.sample_store import require_intact
 from titan_exp.rules.data import unreadable_source
 
+_OPTIONS = options_help("", TokenizeOptions).strip("\n")
+HELP_TEXT = f"""\
+titan-exp tokenize: tokenize text into a token store, for training at any scale.
+
+  titan-exp tokenize [data=option] [data.key=value ...] out=STORE [options]
+
+{_OPTIONS}
+
+Examples
+  titan-exp tokenize out=stores/stdlib
+  titan-exp tokenize data=text data.paths='[notes,books/*.txt]' data.tokenizer=llama3/tokenizer.json out=stores/mine
+  titan-exp tokenize data=fineweb_edu data.tokenizer=llama3 out=stores/edu workers=32
+  titan-exp tokenize check=stores/mine
+  titan-exp train data=tokens data.paths='[stores/mine]'
+
+After an interruption, type the same command again. To see every key of data, type
+titan-exp train --cfg job --package data
+"""
+
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if set(argv) & set(HELP):
-        print(tokenize_help(), end="")
+        print(HELP_TEXT, end="")
         return 0
     options, overrides = options_among(argv)
     if options.check:
@@ -55,28 +74,6 @@ def options_among(argv: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
     return options, overrides
 
 
-def tokenize_help() -> str:
-    """Help text of `titan-exp tokenize`."""
-    options = options_help("", TokenizeOptions).strip("\n")
-    return f"""\
-titan-exp tokenize: tokenize text into a token store, for training at any scale.
-
-  titan-exp tokenize [data=option] [data.key=value ...] out=STORE [options]
-
-{options}
-
-Examples
-  titan-exp tokenize out=stores/stdlib
-  titan-exp tokenize data=text data.paths='[notes,books/*.txt]' data.tokenizer=llama3/tokenizer.json out=stores/mine
-  titan-exp tokenize data=fineweb_edu data.tokenizer=llama3 out=stores/edu workers=32
-  titan-exp tokenize check=stores/mine
-  titan-exp train data=tokens data.paths='[stores/mine]'
-
-After an interruption, type the same command again. To see every key of data, type
-titan-exp train --cfg job --package data
-"""
-
-
 def check_store(folder: str) -> int:
     """Verify a store's checksums and print the result; returns the exit code."""
     manifest = read_manifest(folder)
@@ -87,8 +84,7 @@ def check_store(folder: str) -> int:
 
 def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     """Make or resume the token store of the options and the `data` group; returns the exit code."""
-    violations = unreadable_source(experiment)
-    source = experiment.data.source
+    violations, source = unreadable_source(experiment), experiment.data.source
     if (holds := described(source).holds) != "text":
         reason = "this source is already tokenized" if holds == "tokens" else f"this source holds {holds}"
         violations = [Violation("data.source", source, reason, "give a text source, such as data=text")]

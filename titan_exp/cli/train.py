@@ -9,6 +9,7 @@ from titan_exp.cli.hydra_command import run_sweep_with_hydra
 
 if TYPE_CHECKING:
     from titan_exp.config.groups.experiment import Experiment
+    from titan_exp.launch.executor import RunPlan
 
 
 def run(argv: Sequence[str]) -> int:
@@ -22,13 +23,11 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.checkpoint_files import saved_state
     from titan_exp.config.command_line.help import remarks
     from titan_exp.config.command_line.output import answer
+    from titan_exp.launch import memory_gate
     from titan_exp.launch.executor import executor_for
-    from titan_exp.launch.memory_gate import gate_run, is_done, predicted
     from titan_exp.launch.provenance import report_stale
-    from titan_exp.launch.requests import outcome_records, planned_records, request_lines, run_label, script_records
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import laptop_rate, plan_run, rate_after_decay, related_runs
-    from titan_exp.launch.run_status import print_dry_run
     from titan_exp.launch.sweep.sweep_args import current_sweep_options
     from titan_exp.rules.composed import read_experiment
 
@@ -41,38 +40,52 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
         return _preview(experiment, experiment.data.preview)
     if saved_state(str(plan.folder.path)) is None and plan.experiment.checkpoint.continue_from is None:
         for related in related_runs(plan.experiment)[:1]:
-            print(
-                f"{related.name} is this experiment in another layout or with other steps, saved at step "
-                f"{related.step}. To go on from there, add checkpoint.continue_from={related.name}"
-            )
+            print(f"{related.name} is this experiment in another layout or with other steps, saved at step", end=" ")
+            print(f"{related.step}. To go on from there, add checkpoint.continue_from={related.name}")
     report_stale([plan], print)
     executor, options = executor_for(experiment.cluster.kind), current_sweep_options()
-    dry_run = options.dry_run
-    if not dry_run and not is_done(plan):
+    if not options.dry_run and not plan.is_done:
         executor.require([plan])
-    gated = gate_run(plan, RunConsole().echo)
-    for line in () if is_done(plan) else request_lines([gated]):
+    gated = memory_gate.gate_run(plan, RunConsole().echo)
+    for line in () if plan.is_done else memory_gate.request_lines([gated]):
         print(line)
-    if dry_run:
-        for line in predicted(gated):
-            print(line)
-        print_dry_run(executor, gated)
-        if options.json:
-            records = planned_records([gated], [run_label(gated)])
-            answer({"dry_run": True, "exit_code": 0, "runs": records, "scripts": script_records([gated])})
-        return 0
+    if options.dry_run:
+        return _show_dry_run(gated, executor.script(gated), as_json=options.json)
     submission = executor.launch(gated)
     code = submission.exit_code
     if options.json:
-        answer({"exit_code": code, "runs": outcome_records([submission], [run_label(gated)])})
+        answer({"exit_code": code, "runs": memory_gate.outcome_records([submission], [gated.name])})
     # A run fetched from checkpoint.remote, or without steps, has no metrics.
     if code == 0 and executor.waits and experiment.training.steps and plan.folder.metrics.exists():
         _report_result(plan.experiment, plan.folder.path)
     return code
 
 
+def _show_dry_run(plan: "RunPlan", script: str | None, *, as_json: bool) -> int:
+    """Print what submitting a run would do, and its job script; writes nothing."""
+    from titan_exp.config.command_line.output import answer
+    from titan_exp.launch.memory_gate import planned_records, predicted, script_records
+    from titan_exp.launch.run_status import run_status
+
+    path, last = plan.folder.path, plan.experiment.training.last_step
+    for line in predicted(plan):
+        print(line)
+    status = run_status(plan.folder) if path.exists() else None
+    if status is None or status.state == "new":
+        print(f"would start {path}, {plan.size}, to step {last}")
+    elif status.state == "done" or status.active:
+        print(f"would start nothing: {path} is {status.shown}, after step {status.step}")
+    else:
+        print(f"would continue {path}, {status.shown} after step {status.step}, {plan.size}")
+    if script is not None:
+        print(f"\n{script}", end="")
+    if as_json:
+        records, scripts = planned_records([plan], [plan.name]), script_records([plan])
+        answer({"dry_run": True, "exit_code": 0, "runs": records, "scripts": scripts})
+    return 0
+
+
 def _preview(experiment: "Experiment", step: int) -> int:
-    """Print the global batch of a step."""
     from titan_exp.config.command_line.output import answer
     from titan_exp.data.train_loader import preview
     from titan_exp.launch.sweep.sweep_args import current_sweep_options

@@ -23,7 +23,7 @@ from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.user_error import UserError, did_you_mean, shown
 from titan_exp.config.extension import loaded
 from titan_exp.config.study.labels import spelled, words_of
-from titan_exp.launch.standing import PairedRun, Standing, standing_of
+from titan_exp.launch.evidence import PairedRun, Standing, standing_of
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run_folder import has_diverged

@@ -17,7 +17,7 @@ from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.data_sets import BITS, DOCUMENTS, LOSS, WHOLE
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.study import FEWEST_PAIRS
-from titan_exp.launch.standing import Standing
+from titan_exp.launch.evidence import Standing
 from titan_exp.tracking.display import format_count, format_duration, format_items, format_time
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 

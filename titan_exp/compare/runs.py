@@ -14,7 +14,7 @@ from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
 from titan_exp.config.study.ladder import LadderRung
 from titan_exp.launch.executor import summarize_worlds
-from titan_exp.launch.registration import Registration
+from titan_exp.launch.ledger import Registration
 from titan_exp.launch.run_lookup import LadderRecord, find_runs, sweep_command
 from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.display import format_items

@@ -1,8 +1,6 @@
-"""End of an attempt: its result, from the ranks' exit codes, and its record. Also the run lock, which only one start
-may hold.
+"""End of an attempt: its result, from the ranks' exit codes, and its record; and the run lock, which one start holds.
 
-The first failure is the cause. A broken collective is a consequence of another rank's end; it is the cause only if
-every failed rank reports one.
+The first failure is the cause. A broken collective is the cause only if every failed rank reports one.
 """
 
 import contextlib
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.rank.rank_env import RankError, RankRecord
+from titan_exp.launch.rank.rank_env import RankRecord
 from titan_exp.launch.watchdog import HangDiagnosis
 from titan_exp.tracking.run_folder.files import FileLock, LockHolder, last_lines
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
@@ -33,10 +31,8 @@ from titan_exp.tracking.run_folder.run_folder import (
 
 TAIL = 20
 """Log lines shown for a rank without a traceback."""
-LESS_MEMORY = (
-    "let it need less, with fewer processes per node, a lower data.prefetch or, on a CPU, a lower "
-    "training.micro_batch_size"
-)
+LESS_MEMORY = "let it need less, with fewer processes per node, a lower data.prefetch"
+LESS_MEMORY += " or, on a CPU, a lower training.micro_batch_size"
 """Remedy for host memory."""
 _BROKEN_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _BROKEN_MESSAGES = re.compile(r"gloo/|\bnccl|connection (closed|reset) by peer|broken pipe", re.IGNORECASE)
@@ -66,7 +62,6 @@ class RankFailure:
     """1 if unknown."""
     reason: str
     detail: str
-    """Traceback or end of the log."""
     broken_collective: bool = False
     """True if a collective broke: another rank failed first."""
 
@@ -75,38 +70,24 @@ def failure_from_error(record: RankRecord) -> RankFailure:
     """Failure of a rank that recorded its end."""
     assert record.end is not None
     assert record.exit is not None
-    if record.error is None:
+    if (error := record.error) is None:
         return RankFailure(record.rank, record.end, record.exit, f"rank {record.rank}: exit code {record.exit}", "")
-    error = record.error
-    detail = error.message if error.user else error.traceback
-    reason, broken = error.reason(record.rank), is_broken_collective(error)
-    return RankFailure(record.rank, record.end, record.exit, reason, detail, broken)
+    # What gloo, NCCL and torch.distributed raise when a peer is gone.
+    by_message = error.type == "RuntimeError" and _BROKEN_MESSAGES.search(error.message) is not None
+    broken, detail = by_message or error.type in _BROKEN_TYPES, error.message if error.user else error.traceback
+    return RankFailure(record.rank, record.end, record.exit, error.reason(record.rank), detail, broken)
 
 
 def failure_from_signal(
     rank: int, last_seen: float, log: Path, *, out_of_memory: bool = False, more_memory: str = ""
 ) -> RankFailure:
-    """Failure of a rank that was killed after its start.
-
-    `more_memory` is the remedy if more host memory can be requested; `out_of_memory` is True if the kernel reports it.
-    """
+    """Failure of a rank that was killed; `more_memory` is the remedy if more host memory can be requested."""
     remedy = f"{more_memory}{LESS_MEMORY}"
     if out_of_memory:
         reason = f"the machine or the job ran out of host memory, so the system killed rank {rank}: {remedy}"
     else:
         reason = f"a signal killed rank {rank}. If nobody sent it, host memory ran out (see dmesg): {remedy}"
     return RankFailure(rank, last_seen, FAILED, reason, tail(log))
-
-
-def is_broken_collective(error: RankError) -> bool:
-    """True for errors that gloo, NCCL and torch.distributed raise when a peer is gone."""
-    by_message = error.type == "RuntimeError" and _BROKEN_MESSAGES.search(error.message) is not None
-    return by_message or error.type in _BROKEN_TYPES
-
-
-def failure_without_traceback(rank: int, time: float, log: Path) -> RankFailure:
-    """Failure of a rank whose process ended in native code, for example by a segmentation fault."""
-    return RankFailure(rank, time, FAILED, f"rank {rank} ended without a traceback", tail(log))
 
 
 def failure_at_start(rank: int, time: float, log: Path) -> RankFailure:
@@ -139,22 +120,14 @@ def tail(log: Path) -> str:
     return "\n".join([f"End of {log}:", *lines]) if lines else ""
 
 
-NEVER_STARTED = "its job is gone and never started"
-
-
-def close_attempt(
-    folder: RunFolder, attempt: int, state: StateName, *, exit_code: int, reason: str | None, overrule: bool
-) -> None:
-    """Record the end of an attempt: exit code 0 is done, 85 stopped after saving, any other failed.
-
-    `overrule` replaces a failure recorded by a rank. The launcher and the SLURM epilogue set it, after all ranks have
-    ended; among ranks the first recorded failure is kept as the cause.
-    """
+def close_attempt(folder: RunFolder, attempt: int, result: AttemptResult, *, overrule: bool = True) -> None:
+    """Record the end of an attempt. Launcher and SLURM epilogue `overrule` a failure that a rank recorded, after all
+    ranks have ended; among ranks the first recorded failure is kept as the cause."""
     now = folder.read_state()
     if not overrule and now is not None and now.attempt == attempt and now.state == "failed":
         return
-    folder.write_state(RunState(state, last_step(folder, attempt), time.time(), attempt, reason))
-    folder.update_attempt(attempt, end=time.time(), exit=exit_code, reason=reason)
+    folder.write_state(RunState(result.state, last_step(folder, attempt), time.time(), attempt, result.reason))
+    folder.update_attempt(attempt, end=time.time(), exit=result.exit_code, reason=result.reason)
 
 
 def last_step(folder: RunFolder, attempt: int) -> int:
@@ -178,8 +151,7 @@ def newest_checkpoint(folder: RunFolder) -> int:
 
 
 def requeues_after(folder: RunFolder, row: Attempt) -> int:
-    """Number of consecutive requeues without progress, counting the next; 0 if this attempt has written a newer
-    checkpoint."""
+    """Number of requeues in a row, with the next; 0 if this attempt has written a newer checkpoint."""
     progressed = row.checkpoint is not None and newest_checkpoint(folder) > row.checkpoint
     return 0 if progressed else row.requeues + 1
 
@@ -191,16 +163,15 @@ def close_dead_attempts(folder: RunFolder) -> None:
             beat = folder.read_heartbeat()
             known = beat.time if beat is not None and beat.time >= row.intent else row.start or row.intent
             unstarted = row.token is not None and row.start is None
-            folder.update_attempt(row.attempt, end=known, reason=NEVER_STARTED if unstarted else DIED_UNRECORDED)
+            reason = "its job is gone and never started" if unstarted else DIED_UNRECORDED
+            folder.update_attempt(row.attempt, end=known, reason=reason)
 
 
 ORPHANS_LIMIT = 15.0
-"""Seconds to wait for orphaned ranks to save and stop."""
 
 
 def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> FileLock:
-    """Acquire the run lock as `role`, and wait for orphaned ranks of an earlier start. Raises UserError if the run is
-    active elsewhere."""
+    """Acquire the run lock, and wait for orphaned ranks. Raises UserError if the run is active elsewhere."""
     try:
         lock = folder.claim(role)
     except LockedError as error:
@@ -217,10 +188,8 @@ def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
     """Wait up to ORPHANS_LIMIT seconds for orphaned ranks of an earlier start. Raises UserError if they remain."""
     if not folder.ranks_alive():
         return
-    echo(
-        f"Ranks of an earlier start still run in {folder.path}, and their launcher is gone. We wait up to "
-        f"{ORPHANS_LIMIT:.0f} s for them to save and stop."
-    )
+    still = f"Ranks of an earlier start still run in {folder.path}, and their launcher is gone"
+    echo(f"{still}. We wait up to {ORPHANS_LIMIT:.0f} s for them to save and stop.")
     deadline = time.monotonic() + ORPHANS_LIMIT
     while folder.ranks_alive():
         if time.monotonic() > deadline:
@@ -232,8 +201,7 @@ def _refusal(folder: RunFolder, holder: LockHolder | None) -> UserError:
     beat, state = folder.read_heartbeat(), folder.read_state()
     heartbeat = f", last heartbeat {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
     attempt = f", attempt {state.attempt}" if state and state.attempt else ""
-    return UserError(
-        f"{folder.path}: this run is already running ({holder or 'another process'}{attempt}{heartbeat}). "
-        "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs. "
-        "To run the same beside it, choose another experiment.name."
-    )
+    who = f"{holder or 'another process'}{attempt}{heartbeat}"
+    remedy = "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs."
+    remedy += " To run the same beside it, choose another experiment.name."
+    return UserError(f"{folder.path}: this run is already running ({who}). {remedy}")

@@ -25,14 +25,11 @@ from titan_exp.tracking.run_folder.files import mkdir_below
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 
 MODULES_LIMIT = 1000
-"""Maximum number of modules that are followed."""
 
 
 def user_modules(names: Iterable[str]) -> dict[str, Path]:
-    """Files by module name: the modules at these import paths, their packages, and all modules that they import.
-
-    Modules of titan_exp, the standard library and installed packages are left out, unless a name refers to one.
-    """
+    """Files by name of the modules at these import paths, their packages, and all modules that they import. Those of
+    titan_exp, the standard library and installed packages are left out, unless a name refers to one."""
     search_current_directory()
     found: dict[str, Path] = {}
     waiting = [(name, True) for name in names]
@@ -51,9 +48,7 @@ def user_modules(names: Iterable[str]) -> dict[str, Path]:
 
 def is_installed(file: Path) -> bool:
     """True if a file belongs to an installed package or to the Python installation."""
-    return bool({"site-packages", "dist-packages"} & set(file.parts)) or any(
-        folder in file.parents for folder in _python_folders()
-    )
+    return not {"site-packages", "dist-packages"}.isdisjoint(file.parts) or not _PYTHON.isdisjoint(file.parents)
 
 
 def scope(module: str, file: Path) -> Path:
@@ -63,7 +58,6 @@ def scope(module: str, file: Path) -> Path:
 
 
 def _modules(name: str) -> Iterator[tuple[str, Path]]:
-    """Innermost module of a dotted name, and the packages around it."""
     module, _, _ = locate(name)
     parts = module.split(".") if module else []
     for depth in range(len(parts), 0, -1):
@@ -76,7 +70,6 @@ def _modules(name: str) -> Iterator[tuple[str, Path]]:
 
 
 def _imports(module: str, file: Path) -> Iterator[str]:
-    """Dotted names that a module imports, absolute."""
     try:
         tree = ast.parse(file.read_bytes()) if file.suffix == ".py" else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
@@ -97,22 +90,14 @@ def _is_package_installed(package: str) -> bool:
     return spec is None or bool(spec.has_location and spec.origin and is_installed(Path(spec.origin).absolute()))
 
 
-@functools.cache
-def _python_folders() -> frozenset[Path]:
-    return frozenset(Path(sysconfig.get_path(name)).absolute() for name in ("stdlib", "platstdlib"))
-
-
+_PYTHON = frozenset(Path(sysconfig.get_path(name)).absolute() for name in ("stdlib", "platstdlib"))
 FOLDER = f".code-{os.geteuid()}"
-"""Name of the folder of this user's snapshots, beside the runs, so that jobs import no code placed there by another
-user."""
+"""Name of the folder of this user's snapshots, beside the runs. Jobs import no code that another user placed there."""
 ROOTS = ("titan_exp", "hydra_plugins", "conf")
 """Snapshot folders of a checkout; an installed package contains `conf`."""
-SUFFIXES = {".py", ".so"}
-"""Suffixes of files that can be imported."""
 OWN_LIMIT = 100_000_000
 """Maximum total size of copied user files, in bytes."""
 NAMES = 3
-"""Maximum number of named files in a note."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +115,14 @@ class CodeSnapshot:
 
     def notes(self) -> list[str]:
         """Lines for the user about code that is not copied."""
-        loose = (
-            "lies outside the repository of the current folder, or is too large to copy, so edits still affect "
-            "waiting jobs."
-        )
+        loose = "lies outside the repository of the current folder, or is too large to copy,"
+        loose += " so edits still affect waiting jobs."
         left_out = "is not in the job's copy of your code, because git ignores it or it is too large."
-        found = [(self.loose, loose), (self.left_out, left_out)]
-        return [f"{_named(names)} {text}" for names, text in found if names]
+        lines = []
+        for names, text in ((self.loose, loose), (self.left_out, left_out)):
+            more = f" and {len(names) - NAMES} more, each" if len(names) > NAMES else ""
+            lines += [f"{', '.join(names[:NAMES])}{more} {text}"] if names else []
+        return lines
 
     def import_path(self) -> list[str]:
         """sys.path without the Python installation; the copy of your repository replaces the current folder."""
@@ -146,16 +132,10 @@ class CodeSnapshot:
         return [self.own if place == here and self.own is not None else place for place in added]
 
 
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - NAMES
-    return ", ".join(names[:NAMES]) + (f" and {more} more, each" * (more > 0))
-
-
 def take_code_snapshot(
     runs: Path, experiments: Sequence[Experiment], package: Path | None = None, *, write: bool = True
 ) -> CodeSnapshot:
-    """Copy titan_exp, and user code that the experiments import, to `runs` unless the same copy exists. Without
-    `write`, only name the copy."""
+    """Copy titan_exp, and user code that the experiments import, to `runs`; without `write`, only name the copy."""
     ours = package or Path(titan_exp.__file__).resolve().parent
     copy = _keep(runs, ours.parent, _files(ours.parent, ROOTS), write=write)
     here = Path.cwd()
@@ -170,19 +150,18 @@ def take_code_snapshot(
 
 
 def _own_files(here: Path, modules: Mapping[str, Path]) -> tuple[list[str] | None, tuple[str, ...]]:
-    """Files of your code to copy, and files of its packages to leave out; None outside a repository, or if the modules
-    alone are too large.
+    """Files of your code to copy, and files of its packages to leave out; None outside a repository, or if too large.
 
     Python files of the repository are taken, and all other files that git knows in the packages of imported modules. Of
-    ignored files there, only imported and compiled modules are taken, since these are generated; other ignored files
-    may be private.
+    ignored files only imported and compiled modules are, since these are generated and others may be private.
     """
     listed = _tracked(here, ["*.py"])
     if listed is None:
         return None, ()
     places = {scope(name, file) for name, file in modules.items()}
     inside = {file for place in places for file in (place.rglob("*") if place.is_dir() else [place])}
-    found = {file.relative_to(here).as_posix() for file in {*inside, *modules.values()} if file.suffix in SUFFIXES}
+    inside |= {*modules.values()}
+    found = {file.relative_to(here).as_posix() for file in inside if file.suffix in (".py", ".so")}
     imported = {file.relative_to(here).as_posix() for file in modules.values()}
     code = {*listed, *imported, *(name for name in found if not name.endswith(".py"))}
     others = {*(_tracked(here, [str(place.relative_to(here)) for place in places]) or ())} - code
@@ -209,15 +188,16 @@ def _files(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def _tracked(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:
-    """Existing files that git knows and that match the patterns; None outside a repository."""
     names = list_files(folder, patterns, *(kinds or KNOWN))
     return None if names is None else [name for name in names if (folder / name).is_file()]
 
 
 def _keep(runs: Path, root: Path, names: Sequence[str], *, write: bool) -> Path:
-    """Copy files to a content-addressed folder, published by a rename."""
-    contents = {name: (root / name).read_bytes() for name in sorted(names)}
-    target = runs / FOLDER / _digest(contents)
+    contents, digest = {name: (root / name).read_bytes() for name in sorted(names)}, hashlib.sha256()
+    for name, content in contents.items():
+        encoded = name.encode(errors="surrogateescape")
+        digest.update(b"%d %d\n" % (len(encoded), len(content)) + encoded + content)
+    target = runs / FOLDER / digest.hexdigest()[:16]
     if not write:
         return target
     own_folder(target.parent)
@@ -247,11 +227,3 @@ def _keep(runs: Path, root: Path, names: Sequence[str], *, write: bool) -> Path:
 
 def _is_owned(folder: Path, owner: int) -> bool:
     return folder.is_dir() and folder.lstat().st_uid == owner
-
-
-def _digest(contents: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name, content in contents.items():
-        encoded = name.encode(errors="surrogateescape")
-        digest.update(b"%d %d\n" % (len(encoded), len(content)) + encoded + content)
-    return digest.hexdigest()[:16]

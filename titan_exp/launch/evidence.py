@@ -1,4 +1,5 @@
-"""Sequential evidence from paired runs: planned looks, anytime-valid e-values, verdicts, and false discoveries.
+"""Sequential evidence from paired runs: planned looks, anytime-valid e-values, verdicts, false discoveries, and the
+standing of a registered question.
 
 The unit of evidence is a pair of runs, A and B, with one seed for initial weights and data order. Its difference is
 positive where A is better, and infinite where one arm alone diverged: see `paired_differences`.
@@ -16,8 +17,8 @@ import scipy  # submodules are imported at their first use
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.study.study import FEWEST_PAIRS as FEWEST
 from titan_exp.config.study.study import MOST_PAIRS as MOST
-from titan_exp.launch.registration import Outcome
-from titan_exp.tracking.display import format_items
+from titan_exp.launch.ledger import Outcome, Registration
+from titan_exp.tracking.display import format_count, format_items
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -43,8 +44,7 @@ class Rule:
     prior: float = 10.0
     """Prior variance of the effect in units of the variance of a pair: 4 to 10 expects effects of 2 to 3 sd."""
     tries: int = 1
-    """Number of questions that share alpha in equal parts (Bonferroni). An e-value that stopped at 1/alpha is too small
-    for a discovery among many, which takes up to tries/alpha."""
+    """Questions that share alpha equally (Bonferroni). A discovery among many takes an e-value of tries/alpha."""
     most: int = 8
     """Pairs after which an e-value is given up; planned looks end with their last."""
 
@@ -85,10 +85,8 @@ class Verdict:
     pairs: int
     """Complete pairs at the look that the numbers below are of; pairs after it are not looked at."""
     next_look: int | None
-    """Number of pairs at the next look; None if there is none."""
     estimate: float | None
-    """Mean difference over pairs that both arms finished, positive if A is better; None before the first look. After
-    an early stop it tends to exaggerate."""
+    """Mean difference over pairs that both arms finished, positive if A is better; exaggerated after an early stop."""
     low: float | None
     """Bounds of an interval that holds at all looks at once; None with fewer than two finished pairs."""
     high: float | None
@@ -105,9 +103,8 @@ class Verdict:
     rule: Rule
 
     def sentence(self, a: str, b: str, metric: str = "the metric", *, lower: bool = True, rate: bool = True) -> str:
-        """Sentences for A and B by name. A verdict has the size of the gain or loss, and any other outcome the metric
-        of A minus that of B, as tables have it; `lower` is True if lower is better. Without `rate` they state no chance
-        of error."""
+        """Sentences for A and B by name, with the size of the gain or loss; without a verdict, with the metric of A
+        minus that of B. `lower` is True if lower is better. Without `rate` they state no chance of error."""
         said = {
             "better": f"{a} is better than {b}",
             "worse": f"{a} is worse than {b}",
@@ -166,7 +163,6 @@ class Evidence:
     """Evidence after each pair; arrays of the shape of the differences, whose last axis is the pairs."""
 
     finished: Array
-    """Number of pairs that both arms finished."""
     mean: Array
     squares: Array
     """Sum of squares around the mean."""
@@ -207,18 +203,11 @@ def gather(differences: Array, prior: float) -> Evidence:
     below, above = (np.where(n < 2, 1.0, scipy.special.stdtr(np.maximum(n - 1, 1), side)) for side in (-t, t))
     signs = won + lost > 0
     return Evidence(
-        finished=n,
-        mean=mean,
-        squares=squares,
-        won=won,
-        lost=lost,
+        *(n, mean, squares, won, lost),
         both=np.cumsum(np.isnan(given), -1),
         ahead=np.where(signs, (wins > losses) & (won >= lost), mean > 0),
         e_values=(better * _sign_mixture(won, lost), worse * _sign_mixture(lost, won)),
-        p_values=(
-            np.where(signs, _sign_test(wins, losses), below),
-            np.where(signs, _sign_test(losses, wins), above),
-        ),
+        p_values=(np.where(signs, _sign_test(wins, losses), below), np.where(signs, _sign_test(losses, wins), above)),
     )
 
 
@@ -366,26 +355,24 @@ def _next_cells(n: int) -> Array:
     edges = np.concatenate([[-1.0], correlation(n + 1, np.arange(1, CELLS) / CELLS), [1.0]])
     angles = np.linspace(-math.pi / 2, math.pi / 2, 20_001)
     below = scipy.special.stdtr(n, math.sqrt(n) * np.tan(angles))
-    shift, top = (
-        np.arctan(math.sqrt(n) * at),
-        np.arcsin(np.clip(math.sqrt(n + 1) * edges / np.sqrt(n * at**2 + 1), -1, 1)),
-    )
+    shift = np.arctan(math.sqrt(n) * at)
+    top = np.arcsin(np.clip(math.sqrt(n + 1) * edges / np.sqrt(n * at**2 + 1), -1, 1))
     # sin(phi + shift) is below its bound on two stretches of the circle.
     chances = [np.interp(angle - shift, angles, below) for angle in (top, -math.pi - top, math.pi - top)]
     return np.diff(chances[0] - chances[1] + 1 - chances[2], axis=1)
 
 
 def e_bh(e_values: Sequence[float], alpha: float = 0.05) -> list[bool]:
-    """True for each discovery among e-values: the false discovery rate is at most alpha under any dependence, such as
-    a baseline that all share (e-BH, Wang and Ramdas 2022)."""
+    """True for each discovery, at a false discovery rate of at most alpha under any dependence, such as a baseline that
+    all share (e-BH, Wang and Ramdas 2022)."""
     falling = sorted(e_values, reverse=True)
     count = max((k for k, e in enumerate(falling, 1) if e * k * alpha >= len(e_values)), default=0)
     return [count > 0 and e >= falling[count - 1] for e in e_values]
 
 
 def e_lond(e_values: Sequence[float], alpha: float = 0.05) -> list[bool]:
-    """True for each discovery in a stream of e-values, none of which is revised when later ones come: the false
-    discovery rate is at most alpha under any dependence (e-LOND, Xu and Ramdas 2024)."""
+    """True for each discovery in a stream, none of which is revised later, at a false discovery rate of at most alpha
+    under any dependence (e-LOND, Xu and Ramdas 2024)."""
     found: list[bool] = []
     for t, e in enumerate(e_values, 1):
         share = t**-1.6 / float(scipy.special.zeta(1.6))
@@ -394,19 +381,95 @@ def e_lond(e_values: Sequence[float], alpha: float = 0.05) -> list[bool]:
 
 
 def falls_behind(differences: Array) -> Array:
-    """True where A may be dropped on the way to the scale in question, over the last axis: its mean gain is a standard
-    error below 0, or it diverged alone more often than B. That prevents runs only, and adds no false "better"."""
+    """True where A may be dropped on the way, over the last axis: its mean gain is a standard error below 0, or it
+    diverged alone more often than B. That prevents runs only, and adds no false "better"."""
     found = gather(np.asarray(differences), 1.0)
     n, mean, squares = found.finished[..., -1], found.mean[..., -1], found.squares[..., -1]
     behind = (n > 1) & (mean < -np.sqrt(squares / np.maximum(n * (n - 1), 1)))
     return behind | (found.lost[..., -1] > found.won[..., -1])
 
 
-def droppable(differences: Mapping[str, Sequence[float]], alpha: float = 0.05, prior: float = 10.0) -> list[str]:
-    """Arms that successive halving may drop at a rung, by paired differences of the leader to each other arm.
+@dataclass(frozen=True)
+class PairedRun:
+    """Run of a pair."""
 
-    The arm that is best at this rung is dropped with a chance of at most alpha, over all leaders and looks, because
-    each e-value must reach the number of other arms over alpha. An arm that is best only later is not protected.
-    """
-    rule = Rule(alpha=alpha, tries=len(differences), sides=1, futility=False, prior=prior, most=MOST)
-    return [arm for arm, pairs in differences.items() if decide(pairs, rule).outcome == "better"]
+    value: float | None
+    """Metric at the end, not finite if the run diverged; None before the end."""
+    tokens: int = 0
+    seconds: float | None = None
+    """Wall-clock time times processes, over all attempts; None if unknown."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """State of a registered question."""
+
+    registration: Registration
+    verdict: Verdict
+    runs: int
+    tokens: int
+    process_hours: float | None
+    """Hours times processes of all runs, GPU-hours on GPUs; None if unknown."""
+    dropped: str = ""
+    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome about the candidate; `continue` while the question is open."""
+        return "undecided" if self.dropped else self.verdict.outcome
+
+    @property
+    def sentence(self) -> str:
+        """Outcome, difference, scale, error rate and cost."""
+        one, verdict = self.registration, self.verdict
+        if self.dropped:
+            verdict = replace(verdict, outcome="undecided", next_look=None)
+        lower, rate = one.better == "min", not one.changed
+        text = verdict.sentence(one.candidate, one.baseline, one.metric, lower=lower, rate=rate)
+        when = "between looks" if verdict.pairs else "before the first look"
+        if not verdict.pairs and self.dropped:
+            text = f"Undecided between {one.candidate} and {one.baseline}."
+        if one.changed:
+            text += f" It has no error rate, as the question was changed after a look: {'; '.join(one.changed)}."
+        if self.dropped:
+            text += f" It ended {when}: {self.dropped}."
+        return f"{text} At {one.scale}; {self.cost}."
+
+    @property
+    def cost(self) -> str:
+        """Runs, tokens and hours, and their share of those of all pairs."""
+        most = self.registration.looks[-1]
+        hours = "" if self.process_hours is None else f", {self.process_hours:.3g} process-hours"
+        share = self.tokens / (2 * most * self.registration.tokens)
+        spent = f"{format_items(self.runs, 'run')}, {format_count(self.tokens)} tokens{hours}"
+        return f"{spent}, {share:.0%} of what all {format_items(most, 'pair')} take"
+
+
+def standing_of(registration: Registration, runs: Mapping[tuple[str, int], PairedRun], dropped: str = "") -> Standing:
+    """Standing of a question with its runs by variant and seed; `dropped` is a reason to end it between looks."""
+    arms, seeds = (registration.candidate, registration.baseline), registration.seeds
+    values = [{seed: runs[arm, seed].value for seed in seeds if (arm, seed) in runs} for arm in arms]
+    differences = paired_differences(values[0], values[1], seeds, registration.better)
+    looks, most = registration.looks, registration.looks[-1]
+    one, times = registration, None if registration.anytime else looks
+    verdict = decide(differences, Rule(one.alpha, times, one.futility, tries=one.tries, most=most))
+    begun = [run for run in runs.values() if run.tokens or run.value is not None]
+    seconds = [run.seconds for run in begun if run.seconds is not None]
+    return Standing(
+        registration,
+        verdict,
+        runs=len(begun),
+        tokens=sum(run.tokens for run in begun),
+        process_hours=sum(seconds) / 3600 if seconds and len(seconds) == len(begun) else None,
+        dropped=dropped if verdict.outcome == "continue" else "",
+    )
+
+
+def losing(gains: Sequence[float]) -> str:
+    """Reason for dropping a candidate between looks, by its gain in pairs that need not be complete; empty if there is
+    none. It says only that the candidate is not shown to be better, so that it costs no error."""
+    if len(gains) < 2 or not falls_behind(np.array(gains)):
+        return ""
+    if (lost := gains.count(-math.inf)) > (won := gains.count(math.inf)):
+        return f"it diverged alone in {lost} of {len(gains)} pairs, the baseline in {won}"
+    return f"over {len(gains)} pairs its mean is more than a standard error worse, at equal steps of both runs"

@@ -1,7 +1,6 @@
 """Executor interface: submit, query and cancel runs; identify a rank and join its rendezvous.
 
-An executor is `launch/KIND/executor.py` (`local`, `slurm`) or a user-defined class. `cluster.kind` is the folder name
-or the import path of the class.
+An executor is `launch/KIND/executor.py` (`local`, `slurm`), or your class; `cluster.kind` is KIND or its import path.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Processes(Protocol):
 
     def start(self) -> None:
         """Start them. Raises OSError if the logs cannot be written."""
-        ...
 
     def poll(self) -> bool:
         """Poll them; returns True once the attempt is over."""
@@ -57,11 +55,9 @@ class Processes(Protocol):
 
     def kill(self) -> None:
         """Kill them."""
-        ...
 
     def close(self) -> None:
         """Kill the processes that are left."""
-        ...
 
     def result(self) -> AttemptResult:
         """Result of the attempt; call after `poll` returned True."""
@@ -82,8 +78,7 @@ class WorldsSummary(ABC):
 
 
 class Worlds(ABC):
-    """Launch of runs with several worlds. On SLURM, each world is a task of one array, with the run's token in its
-    comment."""
+    """Launch of runs with several worlds; on SLURM, each is a task of one array, whose comment has the run's token."""
 
     noun: ClassVar[str]
     """Noun for one world, in texts for users."""
@@ -112,6 +107,7 @@ class Worlds(ABC):
 @cache
 def worlds_launch() -> Worlds | None:
     """Launch of runs with several worlds; None if no installed extension provides one. Raises UserError if two do."""
+    kinds = list(loaded("worlds"))
     kinds = list(loaded("worlds"))
     if len(kinds) > 1:
         modules = listed([kind.__module__ for kind in kinds], "and")
@@ -158,6 +154,35 @@ class RunPlan:
         """Resolved layout of the experiment."""
         return ResolvedLayout.of(self.experiment)
 
+    @property
+    def size(self) -> str:
+        """Nodes and processes, in words."""
+        nodes, tasks = self.layout.nodes, min(self.layout.world_size, self.layout.node_size)
+        size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+        worlds = self.layout.cluster.worlds
+        return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"
+
+    @property
+    def runs(self) -> Path:
+        """Folder with the runs of all experiments."""
+        return self.folder.path.parents[1]
+
+    @property
+    def name(self) -> str:
+        """NAME/ID, by which other verbs find it."""
+        return "/".join(self.folder.path.parts[-2:])
+
+    @property
+    def job_name(self) -> str:
+        """Name in a list of jobs."""
+        return f"{self.experiment.experiment.name}-{self.run_id}"
+
+    @property
+    def is_done(self) -> bool:
+        """True if state.json records the run as done."""
+        state = self.folder.read_state()
+        return state is not None and state.state == "done"
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -169,9 +194,13 @@ class Submission:
     `refused`; `not started` after a signal or a stop request."""
     job_id: str | None = None
     reason: str | None = None
-    """Explanation for the user."""
     exit_code: int = 0
     """Exit code of the run if the executor waits, 2 if refused; if not started, 85 after a stop request, else 130."""
+
+    @classmethod
+    def refused(cls, plan: RunPlan, reason: str, job_id: str | None = None) -> Submission:
+        """Result of a run that is not submitted."""
+        return cls(plan, "refused", job_id, reason, UserError.exit_code)
 
     @property
     def shown(self) -> str:
@@ -185,7 +214,6 @@ class SubmitOptions:
 
     echo: Callable[[str], None] = print
     title: Callable[[RunPlan], str] = lambda plan: str(plan.folder.path)
-    """Display name of a run."""
     jobs: int = 1
     """Maximum number of concurrent runs, for executors that wait."""
     stop_requested: Callable[[], bool] = lambda: False
@@ -211,10 +239,7 @@ class NoOptions:
 
 
 class Executor(ABC):
-    """Launches runs and identifies their ranks.
-
-    Submitter and ranks are separate processes, so an executor holds no state between calls.
-    """
+    """Launches runs and identifies their ranks, in separate processes: it holds no state between calls."""
 
     Options: ClassVar[type[Any]] = NoOptions
     """Dataclass of `cluster.options`, which are recorded but are not part of the run's id."""
@@ -234,8 +259,7 @@ class Executor(ABC):
         return self.options(load_group(folder.config, "cluster", trust=True))
 
     def require(self, plans: Sequence[RunPlan]) -> None:  # noqa: B027  # not every executor needs something
-        """Check that runs can be submitted from this machine, before anything is written. Raises UserError if they
-        cannot."""
+        """Raise UserError if runs cannot be submitted from this machine, before anything is written."""
 
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
@@ -246,9 +270,18 @@ class Executor(ABC):
         """
 
     def launch(self, plan: RunPlan) -> Submission:
-        """Submit one run for `titan-exp train`, and print the outcome."""
+        """Submit one run for `titan-exp train`, and print the outcome and the next commands."""
         (submission,) = self.submit([plan], SubmitOptions())
-        print_submission(submission)
+        name = typed_path(plan.folder.path)
+        line = submission.shown + (f" job {submission.job_id}" if submission.job_id else "")
+        if submission.outcome == "submitted":
+            line += f", {plan.size}"
+        if submission.outcome == "refused":
+            print(f"{line}: {name}\n{indent(submission.reason or '', '  ')}", file=sys.stderr)
+            return submission
+        print(f"{line}{f' ({submission.reason})' if submission.reason else ''}: {name}")
+        if submission.outcome in ("submitted", "queued", "running"):
+            print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
         return submission
 
     def script(self, plan: RunPlan) -> str | None:
@@ -281,8 +314,7 @@ class Executor(ABC):
 
 
 def executor_for(kind: str) -> Executor:
-    """Build the executor for a `cluster.kind` or an attempt's `launched_by`. Raises UserError if it is unknown, or if
-    your class is not an executor."""
+    """Build the executor of a `cluster.kind` or a `launched_by`. Raises UserError if there is none."""
     if is_dotted(kind):
         return _own_executor(kind)(kind)
     kind = LOCAL if kind == BY_HAND else kind
@@ -304,10 +336,8 @@ def _own_executor(kind: str) -> type[Executor]:
         reason = "this class does not extend Executor"
         remedy = f"write class {own}(Executor), and import Executor from titan_exp.launch.executor"
     elif missing := sorted(found.__abstractmethods__):
-        reason, remedy = (
-            f"the class defines no {listed(missing, 'and no')}",
-            f"define {listed(missing, 'and')} in {own}",
-        )
+        reason = f"the class defines no {listed(missing, 'and no')}"
+        remedy = f"define {listed(missing, 'and')} in {own}"
     elif not dataclasses.is_dataclass(found.Options):
         reason, remedy = f"{own}.Options is not a dataclass", "write @dataclass(frozen=True) class Options"
     if reason:
@@ -326,11 +356,6 @@ def ask_to_stop(folder: RunFolder, status: JobStatus | None, reason: str) -> str
     return f"asked to save and stop ({who})"
 
 
-def refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submission:
-    """Result of a run that is not submitted."""
-    return Submission(plan, "refused", job_id, reason, UserError.exit_code)
-
-
 def worst_exit_code(submissions: Sequence[Submission]) -> int:
     """Combined exit code: 130 after Ctrl-C, else 1 if any run failed or was refused, 85 if any stopped, 0 otherwise."""
     order = (0, 85, 1, 130)
@@ -338,33 +363,10 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
     return max(codes, key=order.index, default=0)
 
 
-def print_submission(submission: Submission) -> None:
-    """Print the outcome of one run (refusals to stderr) and the next commands if it is active."""
-    name = typed_path(submission.plan.folder.path)
-    line = submission.shown + (f" job {submission.job_id}" if submission.job_id else "")
-    if submission.outcome == "submitted":
-        line += f", {size_text(submission.plan.layout)}"
-    if submission.outcome == "refused":
-        print(f"{line}: {name}\n{indent(submission.reason or '', '  ')}", file=sys.stderr)
-        return
-    if submission.reason:
-        line += f" ({submission.reason})"
-    print(f"{line}: {name}")
-    if submission.outcome in ("submitted", "queued", "running"):
-        print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
-
-
 def typed_path(path: Path) -> str:
     """Path as a user would type it: relative below the current folder."""
     name = os.path.relpath(path)
     return str(path) if name.startswith("..") else name
-
-
-def size_text(layout: ResolvedLayout) -> str:
-    """Nodes and processes of a run, in words."""
-    nodes, tasks, worlds = layout.nodes, min(layout.world_size, layout.node_size), layout.cluster.worlds
-    size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
-    return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"
 
 
 def last_executor(folder: RunFolder) -> str:
@@ -374,8 +376,7 @@ def last_executor(folder: RunFolder) -> str:
 
 
 def trusted_executor(folder: RunFolder, launched_by: str) -> str:
-    """Executor kind of an attempt. It is `hand`, which asks no scheduler, if the attempt names code that this user did
-    not launch."""
+    """Executor kind of an attempt; `hand`, which asks no scheduler, if it names code that this user did not launch."""
     if not is_dotted(launched_by):
         return launched_by
     try:

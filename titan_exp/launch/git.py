@@ -12,20 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import titan_exp
+from titan_exp.config import secrets
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.schema.foreign_code import import_paths_in
 from titan_exp.config.schema.identity_keys import is_among
-from titan_exp.config.secrets import (
-    CREDENTIAL_NAME,
-    LABELS,
-    SECRET,
-    SHAPES,
-    URL_USER,
-    is_secret_key,
-    secret_values,
-    variables_in,
-    without_variables,
-)
 from titan_exp.tracking.run_folder.files import temporary_folder
 from titan_exp.tracking.run_folder.run import CodeVersion, digest
 
@@ -34,10 +24,11 @@ MASK = "***"
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 # Any quoted value matches. A bare value needs a digit; otherwise code such as `token = tokenizer.next` would be masked.
 _QUOTED = re.compile(
-    rf"(?P<before>\b{CREDENTIAL_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))", re.I
+    rf"(?P<before>\b{secrets.CREDENTIAL_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))",
+    re.I,
 )
 _BARE = re.compile(
-    rf"(?P<before>\b{CREDENTIAL_NAME}\s*[:=]\s*(?:(?:bearer|basic)\s+)?)"
+    rf"(?P<before>\b{secrets.CREDENTIAL_NAME}\s*[:=]\s*(?:(?:bearer|basic)\s+)?)"
     r"(?P<secret>(?=[^\s\"',;&]*\d)[A-Za-z0-9_+/.~=-]{8,})",
     re.IGNORECASE,
 )
@@ -45,29 +36,27 @@ _BARE = re.compile(
 
 def mask(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Replace every credential in a text by `***`."""
-    return _masked(text, secret_values(environment.items()))
+    return _masked(text, secrets.secret_values(environment.items()))
 
 
-def _masked(text: str, secrets: Iterable[str]) -> str:
-    for value in secrets:
+def _masked(text: str, values: Iterable[str]) -> str:
+    for value in values:
         text = text.replace(value, MASK)
-    text = _PRIVATE_KEY.sub(rf"\1{MASK}\2", text)
-    text = SHAPES.sub(MASK, text)
-    for pattern in (URL_USER, _QUOTED, _BARE):
-        text = pattern.sub(_masked_match, text)
+    text = secrets.SHAPES.sub(MASK, _PRIVATE_KEY.sub(rf"\1{MASK}\2", text))
+
+    def hide(match: re.Match[str]) -> str:
+        # `${oc.env:HF_TOKEN}` is not a credential, but the variable's value is.
+        return f"{match['before']}{MASK}" if secrets.without_variables(match["secret"]).strip(":") else match[0]
+
+    for pattern in (secrets.URL_USER, _QUOTED, _BARE):
+        text = pattern.sub(hide, text)
     return text
 
 
-def _masked_match(match: re.Match[str]) -> str:
-    # `${oc.env:HF_TOKEN}` is not a credential, but the variable's value is.
-    return f"{match['before']}{MASK}" if without_variables(match["secret"]).strip(":") else match[0]
-
-
 def mask_override(override: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Mask credentials in a command-line override; mask the whole value if its key names a credential. Interpolations
-    stay as typed."""
+    """Mask credentials in a command-line override, or the whole value if its key names one, but no interpolation."""
     key, equals, value = override.partition("=")
-    if equals and value not in ("", "null") and is_secret_key(key) and not value.strip("'\"").startswith("${"):
+    if equals and value not in ("", "null") and secrets.is_secret_key(key) and not value.strip("'\"").startswith("${"):
         return f"{key}={MASK}"
     return mask(override, environment)
 
@@ -75,42 +64,29 @@ def mask_override(override: str, environment: Mapping[str, str] = os.environ) ->
 def refuse_secrets(config: Mapping[str, object]) -> None:
     """Raise UserError about keys with credentials, since ranks read config.yaml and it cannot be masked, and about
     secret variables in keys that your code does not read."""
-    secrets = secret_values(os.environ.items())
-    found = []
+    values, found = secrets.secret_values(os.environ.items()), []
+    groups = {name.partition(".")[0] for name in import_paths_in(config)} & {"model", "optimizer"}
     for key, value in _leaves(config):
         if not isinstance(value, str) or not value:
             continue
-        literal = without_variables(value)
-        if _masked(literal, secrets) != literal or (literal and is_secret_key(key)):
+        literal = secrets.without_variables(value)
+        if _masked(literal, values) != literal or (literal and secrets.is_secret_key(key)):
             reason = "this looks like a credential, and config.yaml would keep it"
-            found.append(
-                Violation(
-                    key,
-                    MASK,
-                    reason,
-                    f"put it into an environment variable, and type the variable: {key}='${{oc.env:HF_TOKEN}}'",
-                )
-            )
-        elif variables_in(value) and not _may_hold_secrets(key, config):
-            names = listed(dict.fromkeys(variables_in(value)), "and")
-            found.append(Violation(key, value, f"{names}: {SECRET}", _remedy(key)))
+            remedy = f"put it into an environment variable, and type the variable: {key}='${{oc.env:HF_TOKEN}}'"
+            found.append(Violation(key, MASK, reason, remedy))
+        elif secrets.variables_in(value) and not is_among(key.partition("[")[0], (*secrets.LABELS, *OPTIONS, *groups)):
+            names = listed(dict.fromkeys(secrets.variables_in(value)), "and")
+            remedy = "type the value itself, or use a variable with another name"
+            remedy += f" (you may put secrets into {listed(OPTIONS)})"
+            if key.startswith("cluster."):
+                remedy = "leave it out, since jobs inherit your environment and their shell reads $NAME"
+            found.append(Violation(key, value, f"{names}: {secrets.SECRET}", remedy))
     if found:
         raise UserError("The configuration holds credentials.", found)
 
 
 OPTIONS = ("model.options", "optimizer.options", "lr_schedule.options", "data.options", "training.objective_options")
 """Arguments of your code; it gets the values of secret variables in them."""
-
-
-def _may_hold_secrets(key: str, config: Mapping[str, object]) -> bool:
-    groups = {name.partition(".")[0] for name in import_paths_in(config)} & {"model", "optimizer"}
-    return is_among(key.partition("[")[0], (*LABELS, *OPTIONS, *groups))
-
-
-def _remedy(key: str) -> str:
-    if key.startswith("cluster."):
-        return "leave it out, since jobs inherit your environment and their shell reads $NAME"
-    return f"type the value itself, or use a variable with another name (you may put secrets into {listed(OPTIONS)})"
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
@@ -129,28 +105,22 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
 """Maximum bytes in the diff of one untracked file, and of all untracked files; larger ones are only listed."""
 FILES_LIMIT = 2000
-"""Maximum number of files with checksums."""
-DIFF_OPTIONS = (
-    *("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"),
-    *("--src-prefix=a/", "--dst-prefix=b/"),
-)
+DIFF_OPTIONS = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative")
+DIFF_OPTIONS += ("--src-prefix=a/", "--dst-prefix=b/")
 """Options of git diff that override settings of the user with which the patch would not apply."""
 RUN_NOTHING = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
-"""Options of git that switch off a repository's hooks and watchers. Its filters, such as LFS's, stay, since they shape
-the diff."""
+"""Options of git that switch off a repository's hooks and watchers, but not filters, since they shape the diff."""
 SOURCES = {".py", ".pyx", ".so", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"}
 """Suffixes of files that a run can import or compile."""
 KNOWN, NEW = ("--cached", "--others", "--exclude-standard"), ("--others", "--exclude-standard")
 """Options of git ls-files: for tracked and untracked files, and for untracked files only."""
 GIT_TIMEOUT = 60
-"""Timeout in seconds, because a repository on a slow network disk must not block a launch."""
+"""Seconds, because a repository on a slow network disk must not block a launch."""
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
-    """Code version of the folder `package` (default: titan_exp), and its diff from HEAD as one patch.
-
-    An untracked package inside a repository is treated as having no repository.
-    """
+    """Code version of the folder `package` (default: titan_exp), and its diff from HEAD as one patch, which is empty
+    if git does not track the folder."""
     folder = package or Path(titan_exp.__file__).resolve().parent
     version = titan_exp.__version__
     root = run_git(folder, "rev-parse", "--show-toplevel")
@@ -179,12 +149,16 @@ def read_repository(
     patch, left_out, differs = _diff(top, base, untracked or inside, inside)
     masked = mask(patch)
     branch = run_git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
+    # The URL of `origin`, or of the only remote, without user, password and query.
+    remotes = (run_git(top, "remote") or "").split()
+    name_of = "origin" if "origin" in remotes else remotes[0] if len(remotes) == 1 else None
+    url = None if name_of is None else run_git(top, "remote", "get-url", name_of)
     return CodeVersion(
         name=name,
         path=str(top),
         commit=commit.strip() if commit else None,
         branch=branch.strip() if branch else None,
-        remote=_remote(top),
+        remote=None if url is None else mask(re.sub(r"(?<=://)[^/@]*@|[?#].*$", "", url.strip())),
         dirty=differs,
         left_out=tuple(left_out),
         masked=masked.count(MASK) > patch.count(MASK),
@@ -196,8 +170,7 @@ def read_repository(
 def read_files(
     name: str, folder: Path, scopes: Sequence[Path], *, version: str | None = None, save: bool = False
 ) -> tuple[CodeVersion, str]:
-    """Version of code without a repository: checksums of its Python files. With `save`, their text forms a patch that
-    creates them in an empty folder."""
+    """Version of code without a repository: checksums of its Python files. With `save`, their text is a patch."""
     found = {file for path in scopes for file in (path.rglob("*.py") if path.is_dir() else [path])}
     names = sorted(file.relative_to(folder).as_posix() for file in found if file.is_file())
     names = [file for file in names if "__pycache__" not in file]
@@ -227,16 +200,7 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _remote(top: Path) -> str | None:
-    """URL of `origin`, or of the only remote, without user, password and query."""
-    names = (run_git(top, "remote") or "").split()
-    name = "origin" if "origin" in names else names[0] if len(names) == 1 else None
-    url = None if name is None else run_git(top, "remote", "get-url", name)
-    return None if url is None else mask(re.sub(r"(?<=://)[^/@]*@|[?#].*$", "", url.strip()))
-
-
 def _new_file_patch(name: str, text: str) -> str:
-    """Patch that creates a text file."""
     head = f"diff --git a/{name} b/{name}\nnew file mode 100644\n"
     if not text:
         return head
@@ -249,8 +213,14 @@ def _new_file_patch(name: str, text: str) -> str:
 def _diff(top: Path, base: str, untracked: Sequence[str], code: Sequence[str]) -> tuple[str, list[str], bool]:
     """Patch of changed and untracked files; the omitted files; and True if a tracked file differs, or an untracked one
     may be code, which all below `code` may be. It uses a copy of the index."""
-    new = {name: top / name for name in list_files(top, untracked, *NEW) or () if not _is_data_link(top / name)}
-    differs = any(_may_be_code(name, new[name], code) for name in new)
+
+    def is_data_link(path: Path) -> bool:  # to a folder without code, such as a virtual environment or a disk for runs
+        return path.is_symlink() and path.is_dir() and next(path.glob("*.py"), None) is None
+
+    new = {name: top / name for name in list_files(top, untracked, *NEW) or () if not is_data_link(top / name)}
+    inside = [name for name in new for place in code if place == "." or f"{name}/".startswith(f"{place}/")]
+    # A nested repository or a link to a folder may hold code, too.
+    differs = bool(inside) or any(path.is_dir() or path.suffix in SOURCES for path in new.values())
     differs = differs or bool(run_git(top, "diff", "--name-only", base))
     # A nested repository is listed as a folder.
     sizes = {name: path.lstat().st_size if path.is_symlink() or path.is_file() else None for name, path in new.items()}
@@ -266,20 +236,7 @@ def _diff(top: Path, base: str, untracked: Sequence[str], code: Sequence[str]) -
         return run_git(top, "diff", *DIFF_OPTIONS, base, **index) or "", sorted({*new} - {*taken}), differs
 
 
-def _is_data_link(path: Path) -> bool:
-    """True for a link to a folder from which nothing is imported, such as a virtual environment or a disk for runs."""
-    return path.is_symlink() and path.is_dir() and next(path.glob("*.py"), None) is None
-
-
-def _may_be_code(name: str, path: Path, code: Sequence[str]) -> bool:
-    """True for an untracked file that a run could import or compile, or that lies in a folder of its code; also for a
-    nested repository and a link to a folder, which may hold such files."""
-    inside = any(place == "." or f"{name}/".startswith(f"{place}/") for place in code)
-    return inside or path.is_dir() or path.suffix in SOURCES
-
-
 def _within_limits(sizes: Mapping[str, int | None]) -> list[str]:
-    """Names of the files that a diff has room for, given their sizes in bytes."""
     taken, room = [], NEW_FILES_LIMIT
     for name, size in sizes.items():
         if size is not None and size <= min(room, NEW_FILE_LIMIT):
@@ -289,8 +246,7 @@ def _within_limits(sizes: Mapping[str, int | None]) -> list[str]:
 
 
 def list_files(folder: Path, patterns: Sequence[str], *kinds: str) -> list[str] | None:
-    """Names of files that match, relative to a folder, including files deleted from the index; None outside a
-    repository."""
+    """Names of matching files in a folder, also of files deleted from the index; None outside a repository."""
     listed = run_git(folder, "ls-files", "-z", *kinds, "--", *patterns)
     return None if listed is None else sorted({*filter(None, listed.split("\0"))})
 
@@ -312,8 +268,8 @@ def run_git(folder: Path, *arguments: str, stdin: str = "", **environment: str) 
 
 
 def _trusted(folder: Path) -> list[str]:
-    """Options that let git read another user's checkout, which it refuses by default because its settings may run
-    programs. They are as trusted as the owner's code, which is imported from `folder` anyway."""
+    """Options that let git read another user's checkout, which it refuses because its settings may run programs. They
+    are as trusted as the owner's code, which is imported from `folder` anyway."""
     folder = folder.resolve()
     top = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), None)
     owners = set() if top is None else {path.stat().st_uid for path in (folder, top, top / ".git")}

@@ -1,4 +1,4 @@
-"""Ledger of registered questions: `questions.jsonl` beside the runs, which only grows.
+"""Questions: their registration in study.json, and the ledger `questions.jsonl` beside the runs, which only grows.
 
 Each row holds the digest of the line before it, so that a changed, inserted or removed line shows, and a signature.
 """
@@ -6,19 +6,93 @@ Each row holds the digest of the line before it, so that a changed, inserted or 
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.foreign_file import of_kind, parse_json, read_file
 from titan_exp.config.schema.foreign_code import is_signature, signature
-from titan_exp.launch.registration import Outcome
+from titan_exp.config.study.study import Direction
+from titan_exp.tracking.display import format_count
 from titan_exp.tracking.run_folder.files import FileLock, LockedError, write_atomically
 from titan_exp.tracking.run_folder.run_folder import LOCK_TIMEOUT
 
 if TYPE_CHECKING:
-    from titan_exp.launch.standing import Standing
+    from titan_exp.launch.evidence import Standing
+
+
+Outcome = Literal["better", "worse", "undecided", "continue"]
+"""Outcome about the candidate; `continue` while a look is still to come."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Question of a study, as recorded in study.json before the first run."""
+
+    candidate: str
+    baseline: str
+    arms: tuple[str, str]
+    """Ids of the candidate's and the baseline's configuration, without the seed."""
+    metric: str
+    better: Direction
+    validation: str
+    """Source and size of the validation set."""
+    parameters: int | None
+    """Parameters of the baseline's model, embeddings included; None of a class of the user's own."""
+    tokens: int
+    """Tokens that the baseline is trained on."""
+    looks: tuple[int, ...]
+    """Number of pairs at each look."""
+    anytime: bool
+    """True if every number of pairs may be looked at, by an e-value."""
+    alpha: float
+    futility: bool
+    """True if the study stops early where a gain has become unlikely."""
+    tries: int
+    """Number of questions that share the error rate."""
+    seeds: tuple[int, ...]
+    """Seed of both runs of each pair."""
+    time: float = 0.0
+    changed: tuple[str, ...] = ()
+    """Changes after the first look, which void the error rate."""
+    id: str = ""
+    """Name of the question in the ledger, drawn at its registration; empty in a record of an earlier version."""
+
+    @property
+    def scale(self) -> str:
+        """Parameters and tokens in words."""
+        size = "" if self.parameters is None else f"{format_count(self.parameters)} parameters and "
+        return f"{size}{format_count(self.tokens)} tokens"
+
+    @property
+    def when(self) -> str:
+        """Looks in words."""
+        if self.anytime:
+            return f"after each pair from the third to number {self.looks[-1]}"
+        return f"after {listed(self.looks, 'and')} pairs"
+
+    @property
+    def rule(self) -> str:
+        """Stopping rule and error rate in words."""
+        among = "" if self.tries == 1 else f" among {self.tries} tries"
+        return f"looks {self.when}{'' if self.futility else ', without futility'}, alpha {self.alpha:g}{among}"
+
+    def changes(self, before: "Registration", keys: Sequence[str] = ()) -> list[str]:
+        """Fields that differ from an earlier registration, as `alpha: 0.05 → 0.1`. `keys` says in the same way how the
+        configurations differ, of which a registration has only the ids."""
+        names = [field.name for field in fields(self) if field.name not in ("seeds", "time", "changed", "id")]
+        pairs = [(name, getattr(before, name), getattr(self, name)) for name in names]
+        known = {"arms": "configuration of a run", "looks": "looks at pairs"}
+        found = {
+            name: f"{known.get(name, name)}: {_text(old)} → {_text(new)}" for name, old, new in pairs if old != new
+        }
+        return [*(keys if keys and found.pop("arms", "") else ()), *found.values()]
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(_text, value)) if isinstance(value, tuple) else str(value)
 
 
 LEDGER = "questions.jsonl"
@@ -34,11 +108,9 @@ class Question:
     id: str
     """Drawn at the registration, and kept by later rows of the question."""
     study: str
-    """Name of the study's folder."""
     candidate: str
     baseline: str
     arms: tuple[str, str]
-    """Ids of the candidate's and the baseline's configuration, without the seed."""
     metric: str
     scale: str
     rule: str
@@ -50,13 +122,9 @@ class Question:
     e_better: float
     """E-value against the candidate being no better."""
     p_better: float
-    """One-sided p-value at this number of pairs, not corrected for looks."""
     changed: tuple[str, ...]
-    """Changes after a look."""
     dropped: str
-    """Reason for ending the question between looks; empty if there is none."""
     time: float
-    """Unix time of the row."""
     before: str = ""
     """SHA-256 of the line before; empty in the first."""
 
@@ -129,12 +197,8 @@ def read_ledger(runs: Path) -> Ledger:
 
 
 def enter(runs: Path, question: Question) -> None:
-    """Append a row to the ledger of a folder of runs, unless the newest one of its question says the same.
-
-    Raises:
-        OSError: it cannot be written; then it is as before.
-        UserError: it is not a file, somebody else holds its lock, or the file system has no locks.
-    """
+    """Append a row to the ledger of a folder of runs, unless the newest one of its question says the same. Raises
+    OSError if it cannot be written, and UserError if it is not a file or cannot be locked; then it is as before."""
     path = runs / LEDGER
     with FileLock(path.with_name(f".{LEDGER}.lock")) as lock:
         try:

@@ -1,7 +1,8 @@
-"""Gates of a launch: refuse runs that do not fit, and models that compute something else in one of their layouts.
+"""Gates of a launch, and requests of runs to a scheduler.
 
-A child process trains a small model of the kind (`doctor/layout`). Its verdict is cached beside predictions, by this
-package's code, your code, and the configuration.
+A gate refuses runs that do not fit, and models that compute something else in one of their layouts. A child process
+trains a small model of the kind (`doctor/layout`). Its verdict is cached beside predictions, by this package's code,
+your code, and the configuration.
 """
 
 import hashlib
@@ -12,18 +13,22 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.devices import device_type
+from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import locate
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.doctor.layout.cases import Verdict, asked_axes, check_layouts
+from titan_exp.launch.executor import RunPlan, Submission, executor_for
 from titan_exp.launch.git import mask_override
 from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, environment, loopback
-from titan_exp.launch.run_plan import RunPlan
+from titan_exp.launch.run_lookup import RunEntry
+from titan_exp.launch.run_status import status_rows
 from titan_exp.plan.changes import explain_changes
-from titan_exp.plan.gate import MemoryCheck, check_memory, explain_oom, explain_retries, plan_record
+from titan_exp.plan.gate import MemoryCheck, check_memory, explain_oom, explain_retries, fits_unsharded, plan_record
 from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.predictions import FOLDER, code_digest
 from titan_exp.tracking.display import format_bytes
@@ -55,11 +60,10 @@ def is_checked(experiment: Experiment) -> bool:
 
 def with_layouts(memory_checks: Sequence[MemoryCheck], runs: Path, echo: Echo) -> list[MemoryCheck]:
     """Add what is wrong with a run's layouts to its check."""
-    # Code that fails is refused for that.
-    numbers = [number for number, check in enumerate(memory_checks) if not check.user_error]
-    numbers = [number for number in numbers if is_checked(memory_checks[number].experiment)]
-    verdicts = layout_verdicts([memory_checks[number].experiment for number in numbers], runs / ".cache", echo)
     found = list(memory_checks)
+    # Code that fails is refused for that.
+    numbers = [n for n, check in enumerate(found) if not check.user_error and is_checked(check.experiment)]
+    verdicts = layout_verdicts([found[number].experiment for number in numbers], runs / ".cache", echo)
     for number, verdict in zip(numbers, verdicts, strict=True):
         found[number] = replace(found[number], layout_error=layout_refusal(verdict), layout_notes=verdict.notes)
     return found
@@ -69,18 +73,17 @@ def layout_refusal(verdict: Verdict) -> str:
     """Text of the refusal of a run; empty if its layouts agree."""
     if not verdict.difference:
         return ""
-    way = f"use {' '.join(verdict.remedies)}, or correct the model" if verdict.remedies else "correct the model"
-    return (
-        f"This run would not train like the same run on one device.\n  {verdict.difference}\n  To go on, {way}. {HINT}."
-    )
+    way = f"use {' '.join(verdict.remedies)}, or " if verdict.remedies else ""
+    said = f"This run would not train like the same run on one device.\n  {verdict.difference}"
+    return f"{said}\n  To go on, {way}correct the model. {HINT}."
 
 
 def layout_verdicts(experiments: Sequence[Experiment], cache: Path, echo: Echo) -> list[Verdict]:
     """Verdicts about runs with resolved layouts, in order, from the cache or from a child process, which takes at most
-    `plan.seconds` for each. Equal models in equal layouts are checked once. `echo` is called with a line before slow
-    work."""
+    `plan.seconds` for each. Equal models in equal layouts are checked once."""
     keys = [cache_key(experiment) or f"run {number}" for number, experiment in enumerate(experiments)]
-    found = {key: known for key in keys if (known := _read(cache / FOLDER / f"layout-{key}.json")) is not None}
+    paths = {key: cache / FOLDER / f"layout-{key}.json" for key in keys}
+    found = {key: known for key, path in paths.items() if (known := _read(path)) is not None}
     pending = {key: run for key, run in zip(keys, experiments, strict=True) if key not in found}
     if pending:
         models = f" of {len(pending)} models" if len(pending) > 1 else ""
@@ -88,7 +91,9 @@ def layout_verdicts(experiments: Sequence[Experiment], cache: Path, echo: Echo) 
         for key, verdict in _in_process(pending):
             found[key] = verdict
             if not key.startswith("run ") and (verdict.agreeing or verdict.difference):
-                _write(cache / FOLDER / f"layout-{key}.json", verdict)
+                with suppress(OSError):  # a full disk
+                    paths[key].parent.mkdir(parents=True, exist_ok=True)
+                    write_atomically(paths[key], json.dumps(asdict(verdict)) + "\n", durable=False)
     return [found[key] for key in keys]
 
 
@@ -133,12 +138,6 @@ def _sources(name: str) -> Iterator[Path]:
             return
 
 
-def _write(path: Path, verdict: Verdict) -> None:
-    with suppress(OSError):  # a full disk
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(verdict)) + "\n", durable=False)
-
-
 def _read(path: Path) -> Verdict | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -148,24 +147,22 @@ def _read(path: Path) -> Verdict | None:
         return None
 
 
-USER_CODE_HINT = (
-    "  Training would fail in the same way. To start anyway, use plan.gate=warn, or plan.gate=off for no check."
-)
 GATE_HINT = "  To start anyway, use plan.gate=warn, or plan.gate=off for no check."
 
 
 def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
     """Add the memory prediction to a plan. Raises UserError if it does not fit and plan.gate=refuse."""
-    if is_done(plan):
+    if plan.is_done:
         return plan
-    (memory_check,) = with_layouts(check_memory([plan.experiment], _runs(plan), echo), _runs(plan), echo)
-    if memory_check.user_error and plan.experiment.plan.gate == "refuse":
-        raise UserError(f"{memory_check.user_error}\n{USER_CODE_HINT}")
+    (memory_check,) = with_layouts(check_memory([plan.experiment], plan.runs, echo), plan.runs, echo)
+    refuses = plan.experiment.plan.gate == "refuse"
+    if memory_check.user_error and refuses:
+        raise UserError(f"{memory_check.user_error}\n  Training would fail in the same way.{GATE_HINT[1:]}")
     if memory_check.layout_error and plan.experiment.plan.gate != "warn":
         raise UserError(memory_check.layout_error)
-    if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
+    if memory_check.fits is False and refuses:
         typed = list(map(mask_override, plan.overrides))
-        raise UserError(f"{explain_changes(memory_check, _runs(plan), echo, typed)}\n{GATE_HINT}")
+        raise UserError(f"{explain_changes(memory_check, plan.runs, echo, typed)}\n{GATE_HINT}")
     for line in gate_warnings([memory_check]):
         echo(line)
     return with_prediction(plan, memory_check)
@@ -174,9 +171,8 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
 def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
     """Add memory predictions to plans. Raises one UserError that lists all refused runs."""
     checked = list(zip(plans, check_open_runs(plans, echo), strict=True))
-    refused = [(plan, check) for plan, check in checked if check is not None and is_refused(check)]
-    if refused:
-        lines = [f"{plan.folder.path}: {refusal(check)}" for plan, check in refused]
+    reasons = {plan.folder.path: "" if check is None else refusal(check) for plan, check in checked}
+    if lines := [f"{path}: {reason}" for path, reason in reasons.items() if reason]:
         raise UserError("\n".join([*lines, GATE_HINT]))
     for line in gate_warnings([check for _, check in checked if check is not None]):
         echo(line)
@@ -186,25 +182,21 @@ def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
 def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | None]:
     """Memory check per plan; None for finished runs."""
     found: dict[int, MemoryCheck] = {}
-    open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
-    for runs in dict.fromkeys(_runs(plans[number]) for number in open_plans):
-        here = [number for number in open_plans if _runs(plans[number]) == runs]
+    open_plans = [number for number, plan in enumerate(plans) if not plan.is_done]
+    for runs in dict.fromkeys(plans[number].runs for number in open_plans):
+        here = [number for number in open_plans if plans[number].runs == runs]
         checks = check_memory([plans[number].experiment for number in here], runs, echo)
         found |= zip(here, with_layouts(checks, runs, echo), strict=True)
     return [found.get(number) for number in range(len(plans))]
 
 
-def is_refused(memory_check: MemoryCheck) -> bool:
-    """True if plan.gate=refuse and the run does not fit or its user code fails, or if its layouts differ."""
-    gate = memory_check.experiment.plan.gate
-    fails = memory_check.fits is False or bool(memory_check.user_error)
-    return (fails and gate == "refuse") or (bool(memory_check.layout_error) and gate != "warn")
-
-
 def refusal(memory_check: MemoryCheck) -> str:
-    """Reason for refusing one of several runs."""
-    why = memory_check.user_error or memory_check.layout_error
-    return why or f"it does not fit: {explain_oom(memory_check)}"
+    """Reason for refusing one of several runs, by its plan.gate; empty if it is accepted."""
+    gate, layout_error = memory_check.experiment.plan.gate, memory_check.layout_error
+    fails = memory_check.fits is False or bool(memory_check.user_error)
+    if not (fails and gate == "refuse") and not (layout_error and gate != "warn"):
+        return ""
+    return memory_check.user_error or layout_error or f"it does not fit: {explain_oom(memory_check)}"
 
 
 def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
@@ -236,12 +228,6 @@ def predicted(plan: RunPlan) -> Iterator[str]:
     yield f"predicted: {'' if needed else 'at most '}{memory}{speed}"
 
 
-def is_done(plan: RunPlan) -> bool:
-    """True if state.json records the run as done."""
-    state = plan.folder.read_state() if plan.folder.path.exists() else None
-    return state is not None and state.state == "done"
-
-
 def _warning(memory_check: MemoryCheck) -> str:
     if memory_check.user_error:
         return f"We expect this run to fail. {memory_check.user_error}"
@@ -256,5 +242,95 @@ def _warning(memory_check: MemoryCheck) -> str:
     return ""
 
 
-def _runs(plan: RunPlan) -> Path:
-    return plan.folder.path.parents[1]
+def hours(text: str) -> float:
+    """Parse a time limit (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) to hours."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    in_hours = parts if dash or len(parts) == 3 else [0, *parts]
+    return int(days or 0) * 24 + sum(part / 60**power for power, part in enumerate(in_hours))
+
+
+def gpu_hours(plan: RunPlan) -> float | None:
+    """Requested GPU-hours: time limit × GPUs; None without a limit or on CPU."""
+    cluster = plan.experiment.cluster
+    if cluster.time_limit is None or device_type(cluster) != "cuda":
+        return None
+    return hours(cluster.time_limit) * plan.layout.devices
+
+
+def request_lines(plans: Sequence[RunPlan]) -> Iterator[str]:
+    """GPUs and hours that runs ask of a scheduler, and how to ask for less if the layout of a small run only filled a
+    node. Nothing for runs on CPU, or of an executor that waits: its GPUs are here anyway."""
+    asking = [plan for plan in plans if device_type(plan.experiment.cluster) == "cuda"]
+    asking = [plan for plan in asking if not executor_for(plan.experiment.cluster.kind).waits]
+    if not asking:
+        return
+    counts = Counter((plan.layout.devices, plan.experiment.cluster.time_limit) for plan in asking)
+    terms = []
+    for (gpus, limit), count in counts.items():
+        term = f"{gpus} GPU{'s' * (gpus > 1)} × {limit or 'the time limit of the site'}"
+        terms.append(term if len(asking) == 1 else f"{count:,} × {term}")
+    known = [value for plan in asking if (value := gpu_hours(plan)) is not None]
+    total = f" = {sum(known):,.1f} GPU-hours" if len(known) == len(asking) else ""
+    yield f"This asks for {' + '.join(terms)}{total}."
+    small = [plan for plan in asking if plan.fills_node and not plan.folder.path.exists()]
+    small = [plan for plan in small if fits_unsharded(plan.experiment, plan.runs)]
+    if small:
+        took = listed(sorted({plan.experiment.parallelism.dp_shard for plan in small}))
+        fewer = sorted({plan.layout.devices // plan.experiment.parallelism.dp_shard for plan in small})
+        whose, who, each = ("its", "this run fits", "")
+        if len(asking) > 1:
+            whose, who, each = "their", f"{len(small)} of these runs fit", " each"
+        yield (
+            f"By an upper bound of {whose} memory, {who} on {listed(fewer)} GPU{'s' * (fewer[-1] > 1)}{each}, too: "
+            f"parallelism.dp_shard=1 asks for no more, where -1 filled the nodes with {took} shards."
+        )
+
+
+def scripts(plans: Sequence[RunPlan]) -> Iterator[tuple[Sequence[RunPlan], str]]:
+    """Job script of a run for each different request, with all runs that ask the same; none without scripts."""
+    groups: dict[str, list[RunPlan]] = {}
+    for plan in plans:
+        groups.setdefault(repr((plan.layout.cluster, plan.size)), []).append(plan)
+    for group in groups.values():
+        script = executor_for(group[0].experiment.cluster.kind).script(group[0])
+        if script is not None:
+            yield group, script
+
+
+Records = list[dict[str, Any]]
+
+
+def outcome_records(submissions: Sequence[Submission], labels: Sequence[str]) -> Records:
+    """Row of `titan-exp status --json` of each run, with its outcome and exit code."""
+    rows = _rows([submission.plan for submission in submissions], labels)
+    return [
+        row
+        | {"outcome": submission.outcome, "exit_code": submission.exit_code}
+        | {"reason": submission.reason or row["reason"], "job_id": submission.job_id or row["job_id"]}
+        for row, submission in zip(rows, submissions, strict=True)
+    ]
+
+
+def planned_records(plans: Sequence[RunPlan], labels: Sequence[str]) -> Records:
+    """Row of `titan-exp status --json` of each run, with the resources that it asks for and, in bytes and seconds, its
+    prediction."""
+    return [
+        row
+        | {"experiment_id": plan.experiment_id, "steps": plan.experiment.training.last_step}
+        | {"processes": plan.layout.world_size, "nodes": plan.layout.nodes, "gpu_hours_asked": gpu_hours(plan)}
+        | {"prediction": None if plan.prediction is None else json.loads(plan.prediction)}
+        for row, plan in zip(_rows(plans, labels), plans, strict=True)
+    ]
+
+
+def script_records(plans: Sequence[RunPlan]) -> Records:
+    """One job script for each different request, with the ids of the runs that ask the same."""
+    return [{"run_ids": [plan.run_id for plan in group], "script": script} for group, script in scripts(plans)]
+
+
+def _rows(plans: Sequence[RunPlan], labels: Sequence[str]) -> Records:
+    folders = zip([plan.folder for plan in plans], labels, strict=True)
+    return [
+        asdict(row) for row in status_rows([RunEntry(each, label, each.path.parent.name) for each, label in folders])
+    ]

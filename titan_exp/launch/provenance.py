@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ _FIELD = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t\r]*$", re.MULTILINE)
 def read_environment() -> dict[str, Any]:
     """Versions, hardware, host and selected environment variables, as JSON values. Imports no torch."""
     packages = _packages()
+    lines = command_lines("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    gpus = [[part.strip() for part in line.split(",")] for line in lines]
     variables = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
     return {
         "python": platform.python_version(),
@@ -56,14 +59,13 @@ def read_environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": _gpus(),
+        "gpus": [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in gpus if len(row) == 3],
         "environment": {name: mask(value) for name, value in variables.items() if not is_secret_variable(name)},
         "packages": packages,
     }
 
 
 def _packages() -> dict[str, str]:
-    """Version by installed distribution; the first on sys.path wins."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         # `distribution.metadata` parses the whole file: one second for a hundred packages.
@@ -72,13 +74,6 @@ def _packages() -> dict[str, str]:
         if "Name" in fields and "Version" in fields:
             found.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
     return dict(sorted(found.items()))
-
-
-def _gpus() -> list[dict[str, str]]:
-    """Name, memory and driver of each NVIDIA GPU."""
-    lines = command_lines("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    rows = [[part.strip() for part in line.split(",")] for line in lines]
-    return [dict(zip(("name", "memory", "driver"), row, strict=False)) for row in rows if len(row) == 3]
 
 
 PART = "# code of "
@@ -111,8 +106,11 @@ class Provenance:
 
     def patch(self, experiment: Experiment) -> str:
         """Content of diff.patch: one part per repository, each after a line that names the repository."""
-        parts = [(self.code, self.diff), *self.imported(experiment)]
-        return "".join(f"{_heading(version)}\n{diff}" for version, diff in parts if diff)
+        text = ""
+        for version, diff in [(self.code, self.diff), *self.imported(experiment)]:
+            base = "in no repository" if version.diff is None else f"from commit {version.commit or 'none'}"
+            text += f"{PART}{version.name}: {version.path}, {base}\n{diff}" if diff else ""
+        return text
 
 
 def read_provenance(frozen: CodeSnapshot | None = None) -> Provenance:
@@ -121,28 +119,24 @@ def read_provenance(frozen: CodeSnapshot | None = None) -> Provenance:
     return Provenance(code, diff, read_environment(), frozen)
 
 
-def _heading(version: CodeVersion) -> str:
-    base = "in no repository" if version.diff is None else f"from commit {version.commit or 'none'}"
-    return f"{PART}{version.name}: {version.path}, {base}"
-
-
 def _read_user_code(names: Sequence[str], own: CodeVersion) -> list[tuple[CodeVersion, str]]:
-    """Version and diff of every repository, installed package and folder that contains your code."""
     scopes: dict[tuple[str, Path], dict[Path, None]] = {}
-    repositories: dict[Path, Path | None] = {}
+    repositories = cache(repository_of)
     for module, file in user_modules(names).items():
         code = scope(module, file)
         if is_installed(file):
             key = ("installed", Path(module.partition(".")[0]))
         else:
-            top = repositories.setdefault(code, repository_of(code)) if code not in repositories else repositories[code]
-            key = ("files", code.parent) if top is None else ("repository", top)
+            key = ("files", code.parent) if (top := repositories(code)) is None else ("repository", top)
         scopes.setdefault(key, {})[code] = None
     found, short = [], [own.name, *(place.name for _, place in scopes)]
     for (kind, place), folders in scopes.items():
         name = place.name if short.count(place.name) == 1 else str(place)
         if kind == "installed":
-            found.append(_installed(place.name, list(folders)))
+            # With checksums, because the same version may be installed again with other content.
+            known, folder = metadata.packages_distributions().get(place.name), next(iter(folders)).parent
+            version = metadata.version(known[0]) if known else None
+            found.append(read_files(known[0] if known else place.name, folder, list(folders), version=version))
         elif kind == "files":
             found.append(read_files(name, place, list(folders), save=True))
         else:
@@ -150,14 +144,6 @@ def _read_user_code(names: Sequence[str], own: CodeVersion) -> list[tuple[CodeVe
             # The diff of titan_exp's repository already exists and includes untracked files.
             found.append((version, "" if own.commit is not None and str(place) == own.path else diff))
     return sorted(found, key=lambda part: part[0].name)
-
-
-def _installed(package: str, folders: Sequence[Path]) -> tuple[CodeVersion, str]:
-    """Version of an installed package, with checksums, because the same version may be installed again with other
-    content."""
-    distributions = metadata.packages_distributions().get(package, [])
-    version = metadata.version(distributions[0]) if distributions else None
-    return read_files(distributions[0] if distributions else package, folders[0].parent, folders, version=version)
 
 
 LARGE_PATCH = 1_000_000
@@ -168,17 +154,13 @@ DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.
 
 
 def code_changes(before: CodeRecord, after: CodeRecord) -> list[str]:
-    """Differences between two code records (`code.json`), a line per repository or package.
-
-    Code is the same if its files are the same; a commit that changes other files of a repository does not count.
-    """
+    """Differences between two code records (`code.json`), a line per repository or package; other files of the
+    repositories do not count."""
     old, new = ({part.name: part for part in record.parts} for record in (before, after))
-    lines = [_change(old[name], new[name]) for name in old if name in new]
+    lines = [line for name in old if name in new and (line := _change(old[name], new[name]))]
     lines += [f"{name}: this run does not import it any more" for name in old if name not in new]
-    lines += [
-        f"{name}: this run imports it now, and did not before ({new[name].state})" for name in new if name not in old
-    ]
-    return [line for line in lines if line is not None]
+    added = [name for name in new if name not in old]
+    return lines + [f"{name}: this run imports it now, and did not before ({new[name].state})" for name in added]
 
 
 def attempt_changes(run: Run, attempt: int) -> tuple[str, list[str]]:
@@ -238,10 +220,8 @@ def report_large_patch(folder: RunFolder, echo: Callable[[str], None]) -> None:
         return
     parts = patched_files(folder.diff.read_bytes().decode(errors="replace"))
     largest = sorted(parts, key=lambda name: len(parts[name]), reverse=True)
-    echo(
-        f"{folder.diff} has {format_bytes(size)}, most of it from {_named(largest)}. Every run keeps a copy, so commit "
-        "large files, or list them in .gitignore."
-    )
+    remedy = "Every run keeps a copy, so commit large files, or list them in .gitignore."
+    echo(f"{folder.diff} has {format_bytes(size)}, most of it from {_named(largest)}. {remedy}")
 
 
 def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
@@ -271,11 +251,8 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
 
 
 def refuse_other_data(experiment: Experiment, folder: RunFolder) -> None:
-    """Compare the data of a continued run, or of a parent whose data continue, with the files on this machine.
-
-    Raises:
-        UserError: a rank would refuse to continue on them.
-    """
+    """Compare the data of a continued run, or of a parent whose data continue, with the files on this machine. Raises
+    UserError if a rank would refuse to continue on them."""
     checkpoint, state = experiment.checkpoint, folder.read_state()
     if state is not None and state.state == "done":
         return
@@ -314,7 +291,6 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[str, Any]) -> list[str]:
-    """Differences between the data that the ranks recorded and the present files."""
     rows = [row for row in folder.read_attempts() if row.data is not None]
     if not rows or rows[-1].data is None:
         return []
@@ -326,15 +302,10 @@ def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[st
     except (UserError, OSError) as error:
         return [f"data: we could not compare it, since nothing can read it now ({str(error).splitlines()[0]})"]
     recorded = {name: rows[-1].data[name] for name in present if name in rows[-1].data}
-    lines = [
-        f"{DATA_NAMES.get(name, name)}: from {before} to {present[name]}"
-        for name, before in recorded.items()
-        if before != present[name]
-    ]
+    changed = {name: before for name, before in recorded.items() if before != present[name]}
+    lines = [f"{DATA_NAMES.get(name, name)}: from {old} to {present[name]}" for name, old in changed.items()]
     began = rows[-1].start or rows[-1].intent
     if not lines and files is not None and files.is_sampled and files.modified > began:
         when = format_time(files.modified)
-        lines.append(
-            f"data files: modified since, at {when} (the samples that we read are the same, others may differ)"
-        )
+        lines += [f"data files: modified since, at {when} (the samples that we read are the same, others may differ)"]
     return lines

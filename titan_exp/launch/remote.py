@@ -22,30 +22,13 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.attempt_end import close_attempt, close_dead_attempts
+from titan_exp.launch.attempt_end import AttemptResult, close_attempt, close_dead_attempts
 from titan_exp.launch.code_snapshot import CodeSnapshot, take_code_snapshot
-from titan_exp.launch.executor import (
-    NOT_CANCELLED,
-    Executor,
-    JobStatus,
-    Submission,
-    SubmitOptions,
-    ask_to_stop,
-    refused,
-    size_text,
-)
+from titan_exp.launch.executor import NOT_CANCELLED, Executor, JobStatus, Submission, SubmitOptions, ask_to_stop
 from titan_exp.launch.provenance import Provenance, read_provenance, report_changes, report_large_patch
-from titan_exp.launch.rank.host_agent import (
-    AGENT,
-    LOOPBACK,
-    SILENCE,
-    HostFile,
-    host_files,
-    hosts_rank,
-    join_rendezvous,
-    publish_address,
-)
-from titan_exp.launch.rank.rank_env import IMPORT_PATH, RankInfo
+from titan_exp.launch.rank import host_agent
+from titan_exp.launch.rank.host_agent import AGENT, LOOPBACK, HostFile
+from titan_exp.launch.rank.rank_env import HOSTS, IMPORT_PATH, TOKEN, RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.submit import thread_map
 from titan_exp.tracking.run_folder.files import FileLock, LockedError
@@ -74,7 +57,7 @@ class Job:
     @property
     def name(self) -> str:
         """Name in a list of jobs."""
-        return f"{self.plan.experiment.experiment.name}-{self.plan.run_id}"
+        return self.plan.job_name
 
     @property
     def nodes(self) -> int:
@@ -82,21 +65,13 @@ class Job:
         return self.plan.layout.nodes
 
     def command(self, node: int | str = 0) -> str:
-        """Shell command of a node, which ends when the node's ranks have ended, with their exit code: 0 done, 85 saved
-        and stopped, any other failed.
-
-        `node` is a number from 0, or a shell expression for it, such as `$PBS_NODENUM`.
-        """
+        """Shell command of a node, a number from 0 or a shell expression such as `$PBS_NODENUM`. It ends with the
+        node's ranks, with their exit code: 0 done, 85 saved and stopped, any other failed."""
         cluster, folder = self.plan.experiment.cluster, self.plan.folder
-        variables = {
-            # The code as it was at submission.
-            "PYTHONPATH": self.snapshot.package,
-            IMPORT_PATH: ":".join(self.snapshot.import_path()),
-            **dict.fromkeys(
-                ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE"), "1"
-            ),
-            **cluster.environment,
-        }
+        switches = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE")
+        # The code is as it was at submission.
+        variables = {"PYTHONPATH": self.snapshot.package, IMPORT_PATH: ":".join(self.snapshot.import_path())}
+        variables |= {**dict.fromkeys(switches, "1"), **cluster.environment}
         python = [cluster.python or sys.executable, "-m", AGENT, str(folder.path), str(self.attempt)]
         words = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *python])
         log = shlex.quote(str(folder.attempt_logs(self.attempt) / "host-"))
@@ -132,16 +107,15 @@ class RemoteExecutor(Executor):
                 plan.folder.update_attempt(row.attempt, job_id=status.job_id)
             return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
         if status.state == "unknown" and (row.end is None or row.exit == STOPPED):
-            return refused(
-                plan, f"{self.scheduler} does not answer, and the run may be in its queue: {status.reason}", row.job_id
-            )
+            why = f"{self.scheduler} does not answer, and the run may be in its queue: {status.reason}"
+            return Submission.refused(plan, why, row.job_id)
         return None
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Start runs that are not done, queued or running, without waiting for them."""
         found: dict[Path, Submission] = {}
-        for runs in dict.fromkeys(map(runs_of, plans)):
-            here = [plan for plan in plans if runs_of(plan) == runs]
+        for runs in dict.fromkeys(plan.runs for plan in plans):
+            here = [plan for plan in plans if plan.runs == runs]
             with explain_write_errors(runs), self.submitting(runs):
                 for submission in self._submit(runs, here, options):
                     found[submission.plan.folder.path] = submission
@@ -155,22 +129,25 @@ class RemoteExecutor(Executor):
     def planned_job(self, plan: RunPlan) -> Job:
         """Next job of a run, for `script`; writes nothing."""
         rows = plan.folder.read_attempts() if plan.folder.path.exists() else []
-        snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
+        snapshot = take_code_snapshot(plan.runs, [plan.experiment], write=False)
         return Job(plan, rows[-1].attempt + 1 if rows else 1, "TOKEN", snapshot)
 
     def rank_info(self) -> RankInfo | None:
         """Rank that a host agent started; None under another launcher."""
-        return hosts_rank()
+        env = os.environ
+        if HOSTS not in env:
+            return None
+        rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return RankInfo(rank, size, local, hosts=tuple(env[HOSTS].split(",")), token=env[TOKEN])
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Write rank 0's address into the attempt's log folder: its machine's name, or the loopback interface if the
-        run has one host."""
+        """Write rank 0's address into the attempt's logs: its machine's name, or the loopback interface of one host."""
         address = LOOPBACK if len(rank.hosts) == 1 else socket.gethostname()
-        publish_address(folder, rank, address, zlib.crc32((rank.job_id or rank.token or "").encode()))
+        host_agent.publish_address(folder, rank, address, zlib.crc32((rank.job_id or rank.token or "").encode()))
 
     def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
         """Set MASTER_ADDR and MASTER_PORT to rank 0's address."""
-        join_rendezvous(folder, rank)
+        host_agent.join_rendezvous(folder, rank)
 
     def attempt(self, folder: RunFolder) -> Attempt | None:
         """Last attempt of a run if this executor submitted it, else None."""
@@ -224,15 +201,13 @@ class RemoteExecutor(Executor):
         return runs / f".{self.scheduler.lower()}-{os.geteuid()}"
 
     def submitting(self, runs: Path) -> FileLock:
-        """Acquire the lock of this user's submissions to a folder of runs. Raises UserError if another process holds
-        it."""
+        """Acquire the lock of this user's submissions to a folder of runs. Raises UserError if another has it."""
         lock = FileLock(own_folder(self.submissions(runs)) / "lock")
         try:
             lock.acquire("submission", timeout=SUBMITTER_LIMIT)
         except LockedError as error:
-            raise UserError(
-                f"{runs}: {error.holder or 'another process'} is submitting to this folder. Wait for it."
-            ) from None
+            who = error.holder or "another process"
+            raise UserError(f"{runs}: {who} is submitting to this folder. Wait for it.") from None
         return lock
 
     def _submit(self, runs: Path, plans: Sequence[RunPlan], options: SubmitOptions) -> Iterator[Submission]:
@@ -260,32 +235,24 @@ class RemoteExecutor(Executor):
 
 
 class QueueExecutor(RemoteExecutor):
-    """Batch queue: submits runs as jobs. A job runs a host agent on each node: it starts the node's ranks, ends them
-    together with other nodes' ranks, and closes the attempt with the cause if one fails."""
+    """Batch queue: submits runs as jobs, which run a host agent on each node."""
 
     scheduler = "queue"
 
     @abstractmethod
     def enqueue(self, options: Any, job: Job) -> str:
-        """Queue a job; returns its id, which no other job has.
-
-        Raises OSError, subprocess.SubprocessError or UserError if the queue does not take it.
-        """
+        """Queue a job; returns its id, which no other job has. Raises OSError, subprocess.SubprocessError or UserError
+        if the queue does not take it."""
 
     @abstractmethod
     def jobs(self, options: Any, ids: Sequence[str]) -> Mapping[str, JobStatus]:
         """Status by id of `queued` and `running` jobs, with a reason for waiting. Jobs that are left out are gone. No
-        ids ask whether the queue answers.
-
-        Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer.
-        """
+        ids ask whether the queue answers. Raises OSError, subprocess.SubprocessError or UserError if it does not."""
 
     @abstractmethod
     def dequeue(self, options: Any, job_id: str) -> bool:
         """Remove a waiting job from the queue. Returns False if it already runs; it is then asked to save and stop.
-
-        Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer.
-        """
+        Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer."""
 
     def require(self, plans: Sequence[RunPlan]) -> None:
         """Check that the queue answers. Raises UserError."""
@@ -294,10 +261,9 @@ class QueueExecutor(RemoteExecutor):
             try:
                 self.jobs(options, [])
             except FAILURES as error:
-                raise UserError(
-                    f"cluster.kind={self.kind}: the {self.scheduler} does not answer, so we submit nothing: "
-                    f"{said(error)}. Type the same command again once it answers, or run here with cluster=local."
-                ) from None
+                what = f"the {self.scheduler} does not answer, so we submit nothing: {said(error)}"
+                remedy = "Type the same command again once it answers, or run here with cluster=local"
+                raise UserError(f"cluster.kind={self.kind}: {what}. {remedy}.") from None
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
         """Queue a run."""
@@ -307,7 +273,7 @@ class QueueExecutor(RemoteExecutor):
         except FAILURES as error:
             # If a job exists all the same, it starts nothing, because its attempt has ended.
             plan.folder.update_attempt(job.attempt, end=time.time(), reason=f"not submitted: {said(error)}")
-            return refused(plan, said(error))
+            return Submission.refused(plan, said(error))
         return self.record_submitted(plan, job.attempt, job_id)
 
     def look(self, rows: Mapping[RunFolder, Attempt]) -> Mapping[Path, JobStatus]:
@@ -349,8 +315,7 @@ class QueueExecutor(RemoteExecutor):
 
 
 class HostsExecutor(RemoteExecutor):
-    """Named hosts without a scheduler. Each host's command starts its ranks, ends them together with other hosts'
-    ranks, and closes the attempt if they cannot."""
+    """Named hosts without a scheduler; each host's command runs a host agent."""
 
     scheduler = "hosts"
 
@@ -360,10 +325,8 @@ class HostsExecutor(RemoteExecutor):
 
     @abstractmethod
     def start(self, options: Any, host: str, command: str) -> None:
-        """Run a shell command on a host. It returns at once there and leaves its process in the background.
-
-        Raises OSError or subprocess.SubprocessError if the host cannot be reached, or the command fails.
-        """
+        """Run a shell command on a host. It returns at once there and leaves its process in the background. Raises
+        OSError or subprocess.SubprocessError if the host cannot be reached, or the command fails."""
 
     def require(self, plans: Sequence[RunPlan]) -> None:
         """Check that each run has enough hosts. Raises UserError."""
@@ -388,13 +351,13 @@ class HostsExecutor(RemoteExecutor):
         """Start the agent of each host. Refuses a run if one of its hosts has another run."""
         hosts, options = self._hosts(plan), self.options(plan.experiment.cluster)
         for host in hosts:
-            if (other := self._run_on(runs_of(plan), host)) is not None:
+            if (other := self._run_on(plan.runs, host)) is not None:
                 name = "/".join(other.path.parts[-2:])
-                return refused(plan, f"{host} runs {name}. Type the same command again when that has ended")
+                return Submission.refused(plan, f"{host} runs {name}. Type the same command again when that has ended")
         job = self.record_intent(plan, snapshot, hosts)
         submission = self.record_submitted(plan, job.attempt, job.token)
         for node, host in enumerate(hosts):
-            note = self.submissions(runs_of(plan)) / _note(host)
+            note = self.submissions(plan.runs) / _note(host)
             where = [*plan.folder.path.parts[-2:], str(job.attempt), str(node)]
             write_atomically(note, "\n".join(where), durable=False)
             try:
@@ -402,7 +365,7 @@ class HostsExecutor(RemoteExecutor):
             except FAILURES as error:
                 reason = f"cannot start {host}: {said(error)}"
                 # The agents of other hosts end as they see it.
-                close_attempt(plan.folder, job.attempt, "failed", exit_code=FAILED, reason=reason, overrule=True)
+                close_attempt(plan.folder, job.attempt, AttemptResult("failed", FAILED, reason))
                 return Submission(plan, "failed", job.token, reason, FAILED)
         return submission
 
@@ -418,19 +381,16 @@ class HostsExecutor(RemoteExecutor):
         return None
 
     def _hosts(self, plan: RunPlan) -> list[str]:
-        """Hosts of a run. Raises UserError if there are too few."""
         known, nodes = list(dict.fromkeys(self.hosts(self.options(plan.experiment.cluster)))), plan.layout.nodes
         if len(known) < nodes:
-            raise UserError(
-                f"This run needs {size_text(plan.layout)}, and cluster.options names {len(known) or 'no'} "
-                f"host{'s' * (len(known) != 1)}. Name more, or choose fewer processes."
-            )
+            named = f"{len(known) or 'no'} host{'s' * (len(known) != 1)}"
+            needs = f"This run needs {plan.size}, and cluster.options names {named}"
+            raise UserError(f"{needs}. Name more, or choose fewer processes.")
         return known[:nodes]
 
 
 def make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
-    """Prepare a run's folder for another attempt. With `renew`, for an existing folder, close attempts without an end
-    and refresh the snapshot. Returns a result if another process holds the run."""
+    """Prepare a run's folder for an attempt; `renew` an existing one. Returns a result if another process has it."""
     folder = plan.folder
     try:
         lock = folder.claim("submission")
@@ -446,21 +406,16 @@ def make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submiss
     return None
 
 
-def runs_of(plan: RunPlan) -> Path:
-    """Folder with the runs of all experiments."""
-    return plan.folder.path.parents[1]
-
-
 def is_alive(folder: RunFolder, row: Attempt) -> bool:
-    """True if an attempt gives signs of life: a lock, its host agents, or a heartbeat if locks of other machines may be
-    invisible."""
-    agents = host_files(folder, row.attempt)
+    """True if an attempt gives signs of life: a lock, its host agents, or a heartbeat, since locks may be invisible."""
+    files = folder.attempt_logs(row.attempt).glob("host-" + "[0-9]" * 5)
+    agents = [HostFile(folder, row.attempt, int(file.name.rpartition("-")[2])) for file in files]
     if folder.ranks_alive() or any(agent.alive for agent in agents):
         return True
     if agents or row.hosts == (socket.gethostname(),):
         return False
     beat = folder.read_heartbeat()
-    return beat is not None and beat.time >= row.intent and beat.age < SILENCE
+    return beat is not None and beat.time >= row.intent and beat.age < host_agent.SILENCE
 
 
 def said(error: Exception) -> str:
@@ -475,14 +430,12 @@ def _explained(plan: RunPlan, act: Callable[[], Result]) -> Result | Submission:
         with explain_write_errors(plan.folder.path):
             return act()
     except UserError as error:
-        return refused(plan, str(error))
+        return Submission.refused(plan, str(error))
 
 
 def _detached(job: Job, node: int) -> str:
-    """Command for a host that leaves its process in the background."""
     return f"setsid nohup {job.command(node)} &"
 
 
 def _note(host: str) -> str:
-    """Name of the file that tells which run is on a host."""
     return f"host-{quote(host, safe='')}"

@@ -28,7 +28,12 @@ class RunConsole:
 
     def open(self, title: str, training: TrainingConfig) -> None:
         """Start the progress display of a run."""
-        self._try(lambda: setattr(self, "_sink", self._new_sink(title, training)))
+
+        def start() -> None:
+            steps, sequences = training.last_step, training.sequences_after
+            self._sink = ConsoleSink(steps, title=title, sequences_after=sequences)
+
+        self._try(start)
 
     def row(self, row: Row) -> None:
         """Display a row of metrics."""
@@ -64,10 +69,6 @@ class RunConsole:
         if sink is not None:
             self._try(sink.close, state)
 
-    @staticmethod
-    def _new_sink(title: str, training: TrainingConfig) -> ConsoleSink:
-        return ConsoleSink(training.last_step, title=title, sequences_after=training.sequences_after)
-
     def _try(self, action: Callable[..., object], *arguments: object) -> None:
         if self._gone:
             return
@@ -87,10 +88,7 @@ DEBOUNCE = 0.5
 
 
 class Interrupts:
-    """Counts SIGINT, SIGTERM and SIGHUP inside the block.
-
-    An ignored SIGHUP (nohup) stays ignored. Outside the main thread no handler is installed.
-    """
+    """Counts SIGINT, SIGTERM and SIGHUP inside the block, in the main thread. An ignored SIGHUP (nohup) stays so."""
 
     def __init__(self) -> None:
         self.first: str | None = None
@@ -103,9 +101,8 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue
-                self._before[number] = signal.signal(number, self._count)
+                if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._count)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,11 +111,10 @@ class Interrupts:
         self._before.clear()
 
     def _count(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
         if self.first is None:
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            self.first, self._time = name, now
-        elif now - self._time > DEBOUNCE:
+            self.first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self._time = time.monotonic()
+        elif time.monotonic() - self._time > DEBOUNCE:
             self.again = True
 
 
@@ -138,24 +134,20 @@ class Summary:
     """Final state and metrics of a run; None if unknown."""
 
     state: str
-    """`done`, `failed`, `preempted`, ..."""
     step: int
     loss: Value
     """Last logged training loss, in nats per token."""
     validation_loss: Value
-    """Last validation loss."""
     tokens_per_second: Value
     """Throughput of the whole job at the last logged step, as in `titan-exp status`."""
     reason: str | None = None
-    """Reason of the final state."""
     roofline: str | None = None
     """Roofline note of the newest finished attempt."""
 
 
 def summarize(folder: RunFolder) -> Summary:
     """Read a run's summary from its folder."""
-    state = folder.read_state()
-    rows = read_metrics(folder.metrics)
+    state, rows = folder.read_state(), read_metrics(folder.metrics)
     step = state.step if state else 0
     if state and rows and rows[-1].get("attempt") == state.attempt:
         step = max(step, int(rows[-1]["step"] or 0))  # ahead of state.json if the disk is full
@@ -173,13 +165,10 @@ def summarize(folder: RunFolder) -> Summary:
 def describe(summary: Summary, total_steps: int) -> str:
     """Format the known fields as one line."""
     why = f" ({summary.reason})" if summary.state == "preempted" and summary.reason else ""
-    parts = [
-        f"{shown_state(summary.state, summary.reason)} after step {summary.step} of {total_steps}{why}",
-        *known_metrics(summary.loss, summary.validation_loss, summary.tokens_per_second),
-    ]
-    if summary.roofline is not None and summary.state == "done":
-        parts.append(summary.roofline)
-    return ", ".join(parts)
+    state = f"{shown_state(summary.state, summary.reason)} after step {summary.step} of {total_steps}{why}"
+    metrics = known_metrics(summary.loss, summary.validation_loss, summary.tokens_per_second)
+    roofline = [summary.roofline] if summary.roofline is not None and summary.state == "done" else []
+    return ", ".join([state, *metrics, *roofline])
 
 
 def known_metrics(loss: Value, validation_loss: Value, tokens_per_second: Value) -> list[str]:

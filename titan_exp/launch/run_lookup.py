@@ -19,7 +19,7 @@ from titan_exp.config.foreign_file import read_text
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.labels import names_all, words_of
 from titan_exp.config.study.ladder import LadderRung
-from titan_exp.launch.registration import Registration
+from titan_exp.launch.ledger import Registration
 from titan_exp.tracking.run_folder.files import FileLock, LockHolder, is_held, write_atomically
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, is_readable_run, read_json, readable_runs
@@ -43,7 +43,6 @@ class StudyRun:
     variant: str
     """Varied values without the seed; runs of one variant are repetitions."""
     seed: int | None
-    """Seed, if the study sets one."""
     run_id: str
     """Run id, which is also the folder's name."""
     experiment_id: str
@@ -70,7 +69,6 @@ class LadderRecord:
     baseline: str
     """Arm that is the baseline; empty without axes."""
     runs: int
-    """Number of runs, branches included."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +99,12 @@ class StudyRecord:
     others: tuple[StudyRun, ...] = ()
     """Points of earlier calls that the last one did not ask for."""
     registered: Registration | None = None
-    """Question of a study by pairs, as registered before its first run."""
     dropped: str = ""
-    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
     removed: tuple[StudyRun, ...] = ()
     """Points of earlier calls that the study's file no longer has."""
     ladder: LadderRecord | None = None
     """Ladder of sizes; None of another study."""
     time: float = 0.0
-    """Unix time of writing."""
 
     @property
     def command(self) -> str:
@@ -146,27 +141,25 @@ class StudyFolder:
         return read_json(self.json, StudyRecord)
 
     def write(self, record: StudyRecord, text: str) -> StudyRecord:
-        """Write study.yaml and study.json, archiving earlier versions; returns the record as it is then.
-
-        `text` is the study file. Each file is replaced atomically.
-        """
+        """Write study.yaml, from `text`, and study.json, archiving earlier versions; returns the record of now."""
         self.path.mkdir(parents=True, exist_ok=True)
-        before = self.read()
-        now = replace(record, time=time.time())
+        before, now = self.read(), replace(record, time=time.time())
         if before is not None:
             same = self.yaml.exists() and read_text(self.yaml) == text
             if same and replace(before, time=now.time) == now:
                 return before
             # A later round adds points, which does not make a new version.
             if not same or now.points[: len(before.points)] != before.points:
-                self._archive()
+                self.history.mkdir(exist_ok=True)
+                number = len(list(self.history.glob("*.json"))) + 1
+                for path in filter(Path.exists, (self.yaml, self.json)):
+                    write_atomically(self.history / f"{number:03d}{path.suffix}", read_text(path))
         write_atomically(self.yaml, text)
         write_atomically(self.json, json.dumps(asdict(now), indent=1) + "\n")
         return now
 
     def with_earlier(self, record: StudyRecord, is_in_file: Callable[[StudyRun], bool]) -> StudyRecord:
-        """Record with the points of earlier calls that it does not ask for: those in the study's file, and removed
-        ones."""
+        """Record with points of earlier calls: those in the study's file that it does not ask for, and removed ones."""
         before, kept = self.read(), {point.run_id for point in record.points}
         runs = () if before is None else (*before.removed, *before.others, *before.points)
         earlier = [point for point in {run.run_id: run for run in runs}.values() if point.run_id not in kept]
@@ -181,13 +174,6 @@ class StudyFolder:
         """Set the stop flag."""
         write_atomically(self.stop, reason + "\n")
 
-    def _archive(self) -> None:
-        self.history.mkdir(exist_ok=True)
-        number = len(list(self.history.glob("*.json"))) + 1
-        for path in (self.yaml, self.json):
-            if path.exists():
-                write_atomically(self.history / f"{number:03d}{path.suffix}", read_text(path))
-
 
 NAMED = "Name a run by its path, the beginning of its id, STUDY/LABEL or its URL, and a study by its name."
 
@@ -199,15 +185,12 @@ class RunEntry:
     folder: RunFolder
     """Run folder; may not exist if its study has not started it."""
     label: str
-    """Display name."""
     group: str
     """Name of the parent folder: a study or an `experiment.name`."""
     point: StudyRun | None = None
     """Point of the study; None outside a study."""
     asked: bool = True
-    """False if the study's last call did not ask for this point."""
     removed: bool = False
-    """True if the study's file no longer has this point."""
     rungs: int = 0
     """Number of rungs of its study; 0 without successive halving."""
 
@@ -218,8 +201,7 @@ class RunEntry:
 
     @property
     def train_arguments(self) -> list[str]:
-        """Arguments of `titan-exp train` that continue the run, even if its paths.runs is relative to another
-        folder."""
+        """Arguments of `titan-exp train` that continue the run, wherever its paths.runs is relative to."""
         path = self.folder.path
         return ["--config-path", str(path), *([f"paths.runs={path.parents[1]}"] if path.is_absolute() else [])]
 
@@ -251,8 +233,7 @@ def named_runs(words: Sequence[str]) -> list[str]:
 
 
 def find_runs(names: Sequence[str], runs: Path) -> list[RunEntry]:
-    """Find runs by name, without duplicates; all runs, newest first, without names. Raises UserError if a name matches
-    no run, or is a prefix of several ids."""
+    """Find runs by name, each once; without names all, newest first. Raises UserError about an unknown name."""
     found = [entry for name in names for entry in _find(name, runs)] if names else _all(runs)
     return list({entry.folder.path: entry for entry in found}.values())
 
@@ -266,14 +247,12 @@ def require_one(found: Sequence[RunEntry], name: str) -> RunEntry:
 
 
 def run_path(name: str, runs: Path | str = "") -> str:
-    """Folder of a run that is named by label, id prefix, or the folder of an experiment with one run. Other existing
-    paths and URLs are returned as they are.
-
-    So is a name with a slash that is not a run; the reader of weights explains it. Raises UserError if another name
-    matches no run, or several.
-    """
+    """Folder of a run that is named by label, id prefix, or the folder of an experiment with one run. Other paths and
+    URLs are returned as they are; the reader of weights explains them. Raises UserError about another name that matches
+    no run, or several."""
     path = Path(name).expanduser()
-    if not name or is_url(name) or (path.exists() and not _is_group(path)):
+    is_group = path.is_dir() and not (path / "config.yaml").exists() and any(readable_runs(path))
+    if not name or is_url(name) or (path.exists() and not is_group):
         return name
     try:
         found = find_runs([name], runs_folder(runs))
@@ -284,39 +263,29 @@ def run_path(name: str, runs: Path | str = "") -> str:
     return str(require_one(found, name).folder.path)
 
 
-def _is_group(path: Path) -> bool:
-    """True for a folder of runs (a study or an experiment) that is not itself a run."""
-    return path.is_dir() and not (path / "config.yaml").exists() and any(readable_runs(path))
-
-
 def find_study_folder(word: str, runs: Path) -> StudyFolder | None:
     """Find a study folder by path or name; None if there is none."""
-    for path in (Path(word).expanduser(), runs / word):
-        folder = StudyFolder(path)
-        if folder.json.is_file():
-            return folder
-    return None
+    folders = (StudyFolder(path) for path in (Path(word).expanduser(), runs / word))
+    return next((folder for folder in folders if folder.json.is_file()), None)
 
 
 def run_groups(runs: Path) -> list[str]:
     """Studies and experiment names with runs, newest first."""
     if not runs.is_dir():
         return []
-    found = [
-        path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".") and any(readable_runs(path))
-    ]
+    shown = [path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    found = [path for path in shown if any(readable_runs(path))]
     return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
 
 def _all(runs: Path) -> list[RunEntry]:
-    for name in run_groups(runs):
+    found = []
+    for group in [runs / name for name in run_groups(runs)]:
         try:
-            StudyFolder(runs / name).read()
+            StudyFolder(group).read()
         except UserError as error:
             print(error, file=sys.stderr)
-    found = [
-        entry for name in run_groups(runs) for entry in _in_group(runs / name) if is_readable_run(entry.folder.path)
-    ]
+        found += [entry for entry in _in_group(group) if is_readable_run(entry.folder.path)]
     return sorted(found, key=lambda entry: -_mtime(entry.folder))
 
 
@@ -336,10 +305,9 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
             return [_entry(run) for run in found]
     name, slash, label = word.partition("/")
     if slash and (runs / name).is_dir():
-        found = _labelled(label, _in_group(runs / name))
-        if found:
+        if found := _labelled(label, among := _in_group(runs / name)):
             return found
-        labels = [entry.label for entry in _in_group(runs / name)]
+        labels = [entry.label for entry in among]
         offer = did_you_mean(label, labels) or f"its runs are {listed(labels[:6], 'and')}"
         raise UserError(f"{word}: {name} has no such run ({offer})")
     if re.fullmatch(r"[0-9a-f]{3,12}", word):
@@ -376,17 +344,13 @@ def _folder_of_url(url: str, runs: Path) -> Path:
 
 
 def _entry(path: Path) -> RunEntry:
-    """Entry of a run folder, with its label if it belongs to a study."""
-    for entry in _in_group(path.parent):
-        if entry.folder.path == path:
-            return entry
-    return RunEntry(RunFolder(path), f"{path.parent.name}/{path.name}", path.parent.name)
+    outside = RunEntry(RunFolder(path), f"{path.parent.name}/{path.name}", path.parent.name)
+    return next((entry for entry in _in_group(path.parent) if entry.folder.path == path), outside)
 
 
 def _in_group(path: Path) -> list[RunEntry]:
     """Runs of a study's last call in order, then those of earlier calls, its removed runs, other runs in its folder."""
-    study = StudyFolder(path)
-    record: StudyRecord | None = None
+    study, record = StudyFolder(path), None
     found: dict[Path, RunEntry] = {}
     with suppress(UserError):  # damaged: its runs count as outside any study
         record = study.read()
@@ -407,27 +371,21 @@ def _in_group(path: Path) -> list[RunEntry]:
 
 
 def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:
-    """Find runs by label, those of the study's last call before others of the same label; by some words of it, by id
-    prefix, or by values of their configuration. Words have any order and spelling."""
+    """Find runs by label, those of the last call before others; by words of it, by id prefix, or by values of their
+    configuration. Words have any order and spelling."""
     some = [entry for entry in among if names_all(label, words_of(entry.label))]
     exact = [entry for entry in some if names_all(entry.label, words_of(label))]
     found = [entry for entry in exact if entry.asked] or exact or some
     found = found or [entry for entry in among if len(label) >= 3 and entry.folder.path.name.startswith(label)]
-    return found or [entry for entry in among if "=" in label and names_all(label, _values(entry))]
-
-
-def _values(entry: RunEntry) -> list[str]:
-    """Overrides of a run as typed, and all values of its configuration; none if that cannot be read."""
-    with suppress(UserError):
-        values = flatten(entry.run.config).items()
-        return [*(entry.run.overrides or ()), *(f"{key}={shown(value)}" for key, value in values)]
-    return []
+    for entry in among if "=" in label and not found else ():
+        with suppress(UserError):  # its configuration cannot be read
+            values = [f"{key}={shown(value)}" for key, value in flatten(entry.run.config).items()]
+            found += [entry] if names_all(label, [*(entry.run.overrides or ()), *values]) else []
+    return found
 
 
 def _mtime(folder: RunFolder) -> float:
     for path in (folder.state, folder.config):
-        try:
+        with suppress(OSError):
             return path.stat().st_mtime
-        except OSError:
-            continue
     return 0.0

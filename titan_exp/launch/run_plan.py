@@ -99,35 +99,28 @@ def _fields(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
         elif field.name in getattr(group, "in_run_id", ()):
             yield key, value, dataclasses.MISSING
         elif group_in_mapping(hints(type(group)).get(field.name)) is not None:
-            yield key, {name: _nondefault_fields(part) for name, part in value.items()}, {}
+            changed = {name: [field for field in _fields(part) if field[1] != field[2]] for name, part in value.items()}
+            yield key, {name: {key: value for key, value, _ in part} for name, part in changed.items()}, {}
         else:
             yield key, value, field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _nondefault_fields(group: Any) -> dict[str, Any]:
-    return {name: value for name, value, default in _fields(group) if value != default}
-
-
 def _require_stable(value: object, key: str) -> None:
+    no_name = "the run would have no stable name"
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
-                raise UserError(
-                    f"{key}: the key {name!r} is not text, so the run would have no stable name. Put the key in quotes."
-                )
+                raise UserError(f"{key}: the key {name!r} is not text, so {no_name}. Put the key in quotes.")
             _require_stable(item, f"{key}.{name}" if key else name)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _require_stable(item, f"{key}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(
-            f"{key}={value}: this number is not finite, so the run would have no stable name. Use a finite one."
-        )
+        raise UserError(f"{key}={value}: this number is not finite, so {no_name}. Use a finite one.")
     elif not (value is None or isinstance(value, str | bool | int | float)):
-        raise UserError(
-            f"{key}={value!r}: a {type(value).__name__} has no stable text, so the run would have no "
-            "stable name. Use text, numbers, true, false, null, lists and mappings."
-        )
+        kind = type(value).__name__
+        remedy = "Use text, numbers, true, false, null, lists and mappings."
+        raise UserError(f"{key}={value!r}: a {kind} has no stable text, so {no_name}. {remedy}")
 
 
 AUTO = "auto"
@@ -139,7 +132,6 @@ MAY_DIFFER = (
     "lr_schedule",
     *(f"checkpoint.{key}" for key in ("continue_from", "continue_step", "continue_data")),
 )
-"""Keys that may differ between related runs."""
 NEWEST = 100
 """Number of run folders that are searched, newest first."""
 
@@ -149,32 +141,22 @@ class RelatedRun:
     """Run with a checkpoint."""
 
     name: str
-    """NAME/ID."""
     step: int
-    """Step of its newest checkpoint."""
     experiment: Experiment
 
 
 def related_runs(experiment: Experiment) -> list[RelatedRun]:
-    """Runs in the same folder that this experiment can continue, most steps first.
-
-    The experiment's layout must be resolved. Runs with at least as many steps, and the run itself, are left out.
-    """
-    wanted, own = _trajectory(experiment), run_id(experiment)
-    trust = import_paths(experiment).values()
-    found = [
-        related
-        for related in _saved_runs(Path(experiment.paths.runs).expanduser() / experiment.experiment.name, trust)
-        if related.name.rpartition("/")[2] != own
-        and related.step < experiment.training.last_step
-        and _trajectory(related.experiment) == wanted
-    ]
+    """Runs in the same folder that this experiment, of a resolved layout, can continue, most steps first."""
+    wanted, own, last = _trajectory(experiment), run_id(experiment), experiment.training.last_step
+    folder = Path(experiment.paths.runs).expanduser() / experiment.experiment.name
+    found = [run for run in _saved_runs(folder, import_paths(experiment).values()) if run.step < last]
+    found = [run for run in found if run.name.rpartition("/")[2] != own and _trajectory(run.experiment) == wanted]
     return sorted(found, key=lambda related: -related.step)
 
 
 def with_auto_parent(experiment: Experiment) -> Experiment:
-    """Experiment with `checkpoint.continue_from=auto` replaced: by the run of an earlier start with auto, by the
-    related run with the most steps, or by none. The layout must be resolved."""
+    """Experiment of a resolved layout that continues the run of an earlier start with `checkpoint.continue_from=auto`,
+    else the related run with the most steps, or none."""
     related = related_runs(_continuing(experiment, None))
     for run in related:
         parent = run.experiment.checkpoint.continue_from
@@ -197,13 +179,9 @@ def _saved_runs(folder: Path, trust: Trust) -> Iterator[RelatedRun]:
     configs = sorted(folder.glob("[!.]*/config.yaml"), key=lambda path: -path.stat().st_mtime)
     for config in configs[:NEWEST]:
         state = saved_state(str(config.parent))
-        step = None if state is None else step_of(state)
-        if step is None:
-            continue
-        try:
-            yield RelatedRun(f"{folder.name}/{config.parent.name}", step, load_experiment(config, trust))
-        except UserError:  # written by another version, or by another user with other code
-            continue
+        if state is not None and (step := step_of(state)) is not None:
+            with suppress(UserError):  # written by another version, or by another user with other code
+                yield RelatedRun(f"{folder.name}/{config.parent.name}", step, load_experiment(config, trust))
 
 
 def laptop_rate(overrides: Sequence[str], experiment: Experiment) -> Iterator[str]:
@@ -225,11 +203,9 @@ def laptop_rate(overrides: Sequence[str], experiment: Experiment) -> Iterator[st
 
 
 def rate_after_decay(experiment: Experiment) -> Iterator[str]:
-    """Sentence about a learning rate that rises again, because the run continues a run on this machine whose decay had
-    begun."""
+    """Sentence about a learning rate that rises again: the run continues one on this machine whose decay had begun."""
     path = local_checkpoint(experiment.checkpoint, experiment.paths)
-    step = None if path is None else step_of(path)
-    if path is None or step is None:
+    if path is None or (step := step_of(path)) is None:
         return
     with suppress(UserError, KeyError, TypeError, ValueError):
         saved = read_values(path.parent.parent / "config.yaml")
@@ -249,17 +225,17 @@ def rate_after_decay(experiment: Experiment) -> Iterator[str]:
 
 
 def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:
-    """Check an experiment, resolve its layout and compute its ids; writes nothing.
-
-    `folder` is the existing folder of a run that was moved or named by an older version. Raises UserError if the run
-    cannot start, contains credentials, or has no canonical JSON.
-    """
+    """Check an experiment, resolve its layout and compute its ids; writes nothing. `folder` is that of an existing run,
+    which may have been moved. Raises UserError if the run cannot start, holds credentials, or has no canonical JSON."""
     # This comes before the rules, whose messages quote values.
     refuse_secrets(to_dict(experiment))
     experiment = _with_parent(_with_initial(experiment))
 
     def path_of(resolved: Experiment) -> Path:
-        return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))
+        if folder is not None:
+            return Path(os.path.abspath(folder.path))
+        runs = Path(os.path.abspath(Path(resolved.paths.runs).expanduser()))
+        return runs / resolved.experiment.name / run_id(resolved)
 
     def has_begun(resolved: Experiment) -> bool:
         # A run with a checkpoint no longer needs `checkpoint.initial`.
@@ -288,8 +264,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
 
 
 def plan_relaunch(folder: RunFolder, trust: bool = False) -> RunPlan:
-    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run, cannot start here, or
-    names code that is not trusted."""
+    """Plan an existing run folder. Raises UserError if it cannot start here, or names code that is not trusted."""
     experiment = load_experiment(folder.config, trust)
     return plan_run(experiment, read_overrides(folder.overrides) or (), folder)
 
@@ -313,48 +288,40 @@ def _with_parent(experiment: Experiment) -> Experiment:
     checkpoint, runs = experiment.checkpoint, Path(experiment.paths.runs).expanduser()
     if checkpoint.continue_from == AUTO:
         return with_auto_parent(resolve_layout(experiment, offered_devices(experiment.cluster)))
-    if checkpoint.continue_from is None:
+    if (parent := checkpoint.continue_from) is None:
         return experiment
-    if not os.path.isabs(checkpoint.continue_from) and (runs / checkpoint.continue_from / "config.yaml").is_file():
+    if not os.path.isabs(parent) and (runs / parent / "config.yaml").is_file():
         return experiment
-    parent, step = normalize_parent(run_path(checkpoint.continue_from, runs), runs)
+    parent, step = normalize_parent(run_path(parent, runs), runs)
     step = checkpoint.continue_step if checkpoint.continue_step is not None else step
     return replace(experiment, checkpoint=replace(checkpoint, continue_from=parent, continue_step=step))
 
 
 def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:
-    """Create the run folder if it is missing; returns True if it existed.
-
-    `provenance` defaults to the current one. Raises UserError if the folder belongs to another run, or cannot be
-    written; a partial folder is removed.
-    """
+    """Create the run folder if it is missing; returns True if it existed. Raises UserError if the folder belongs to
+    another run, or cannot be written; a partial folder is removed."""
     target = plan.folder.path
     with explain_write_errors(target):
         exists = target.exists() or _create(plan, provenance)
         if exists:
             _require_same(plan)
-            state = plan.folder.read_state()
-            if state is None or state.state != "done":
-                refuse_foreign_folders(target.parents[1], target)
+            if not plan.is_done:
+                refuse_foreign_folders(plan.runs, target)
     return exists
 
 
 def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | None = None) -> None:
-    """Update configuration, code and environment files before another attempt; the caller holds the run lock.
-
-    Replaced files are kept in the previous attempt's log folder. Raises UserError if the folder cannot be written.
-    """
+    """Update configuration, code and environment files before another attempt, and keep replaced ones in the previous
+    attempt's logs; the caller holds the run lock. Raises UserError if the folder cannot be written."""
     with explain_write_errors(plan.folder.path):
         for name, text in _snapshot(plan, provenance).items():
             path, old = plan.folder.path / name, None
             with contextlib.suppress(FileNotFoundError):
                 old = read_file(path).decode(errors="surrogateescape")
-            if old == text:
-                continue
-            if old is not None and last_attempt:
-                logs = plan.folder.make_attempt_logs(last_attempt)
-                write_atomically(logs / name, old)
-            write_atomically(path, text)
+            if old not in (None, text) and last_attempt:
+                write_atomically(plan.folder.make_attempt_logs(last_attempt) / name, old or "")
+            if old != text:
+                write_atomically(path, text)
 
 
 @contextlib.contextmanager
@@ -363,34 +330,24 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"Cannot write {error.filename or path} ({error.strerror or error}). "
-            f"{REMEDIES.get(error.errno or 0, 'Set paths.runs to a folder that you can write to')}."
-        ) from error
-
-
-def _path(resolved: Experiment, name: str) -> Path:
-    runs = Path(os.path.abspath(Path(resolved.paths.runs).expanduser()))
-    return runs / resolved.experiment.name / name
+        remedy = REMEDIES.get(error.errno or 0, "Set paths.runs to a folder that you can write to")
+        raise UserError(f"Cannot write {error.filename or path} ({error.strerror or error}). {remedy}.") from error
 
 
 def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
-    """Contents by file name: configuration, overrides, code, environment, prediction."""
-    provenance = provenance or read_provenance()
-    ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
-    prediction = {} if plan.prediction is None else {plan.folder.plan.name: plan.prediction}
-    config = to_yaml(plan.experiment)
-    signature = signed(config, plan.folder.signature)
-    return {
-        **prediction,
-        plan.folder.config.name: config,
-        **({} if signature is None else {plan.folder.signature.name: signature}),
-        plan.folder.overrides.name: overrides_text(list(map(mask_override, plan.overrides))),
-        plan.folder.nondefault.name: _nondefault(plan, config),
-        plan.folder.code.name: provenance.code_record(plan.experiment, **ids).to_json(),
-        plan.folder.diff.name: provenance.patch(plan.experiment),
-        plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
+    provenance, folder, config = provenance or read_provenance(), plan.folder, to_yaml(plan.experiment)
+    code = provenance.code_record(plan.experiment, run_id=plan.run_id, experiment_id=plan.experiment_id)
+    texts = {
+        folder.plan: plan.prediction,
+        folder.config: config,
+        folder.signature: signed(config, folder.signature),
+        folder.overrides: overrides_text(list(map(mask_override, plan.overrides))),
+        folder.nondefault: _nondefault(plan, config),
+        folder.code: code.to_json(),
+        folder.diff: provenance.patch(plan.experiment),
+        folder.env: json.dumps(provenance.environment, indent=2) + "\n",
     }
+    return {path.name: text for path, text in texts.items() if text is not None}
 
 
 def _nondefault(plan: RunPlan, config: str) -> str:
@@ -408,7 +365,7 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        refuse_foreign_folders(target.parents[1], target)
+        refuse_foreign_folders(plan.runs, target)
         # We do not use mkdtemp, whose folders are closed to the group that shares the runs.
         temporary = target.with_name(f".{plan.run_id}.{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
@@ -432,16 +389,12 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
 
 
 def _require_same(plan: RunPlan) -> None:
-    """Check that the existing folder holds this run."""
     folder = plan.folder
     if not folder.config.exists():
-        raise UserError(
-            f"{folder.path} exists without a config.yaml, so it is not a run. Move it away, or choose another "
-            "experiment.name."
-        )
+        remedy = "Move it away, or choose another experiment.name."
+        raise UserError(f"{folder.path} exists without a config.yaml, so it is not a run. {remedy}")
     found = run_id(load_experiment(folder.config, trust=import_paths(plan.experiment).values()))
     if found != plan.run_id:
-        raise UserError(
-            f"{folder.config} has changed: it now describes run {found} instead of {plan.run_id}, and to continue "
-            "would mix the two. Move the folder away, or choose another experiment.name."
-        )
+        what = f"{folder.config} has changed: it now describes run {found} instead of {plan.run_id}"
+        remedy = "Move the folder away, or choose another experiment.name"
+        raise UserError(f"{what}, and to continue would mix the two. {remedy}.")

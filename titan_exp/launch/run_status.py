@@ -10,16 +10,7 @@ from typing import TypeVar
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
 from titan_exp.config.groups.training import sequences_after
-from titan_exp.launch.executor import (
-    Executor,
-    JobStatus,
-    RunPlan,
-    WorldsSummary,
-    executor_for,
-    size_text,
-    summarize_worlds,
-    trusted_executor,
-)
+from titan_exp.launch.executor import JobStatus, WorldsSummary, executor_for, summarize_worlds, trusted_executor
 from titan_exp.launch.run_lookup import RunEntry, StudyFolder, StudyRecord
 from titan_exp.tracking.display import format_duration
 from titan_exp.tracking.run_folder.metrics_jsonl import REPORTED, Value
@@ -40,7 +31,9 @@ def run_statuses(folders: Sequence[RunFolder | Run]) -> dict[Path, RunStatus]:
         except UserError as error:
             statuses[path] = RunStatus("unreadable", 0, str(error), 0)
     for kind, of_kind in unsure.items():
-        job_statuses = _job_statuses(kind, [run.folder for run in of_kind])
+        job_statuses: Mapping[Path, JobStatus] = {}
+        with suppress(UserError):  # the executor's class is not importable here
+            job_statuses = executor_for(kind).status([run.folder for run in of_kind])
         for run in of_kind:
             statuses[run.folder.path] = _merge(run, job_statuses.get(run.folder.path))
     return statuses
@@ -56,30 +49,7 @@ def count_states(states: Sequence[str]) -> str:
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def print_dry_run(executor: Executor, plan: RunPlan) -> None:
-    """Print what submitting a run would do, and its job script; writes nothing."""
-    folder, layout = plan.folder, plan.layout
-    status = run_status(folder) if folder.path.exists() else None
-    if status is None or status.state == "new":
-        print(f"would start {folder.path}, {size_text(layout)}, to step {plan.experiment.training.last_step}")
-    elif status.state == "done" or status.active:
-        print(f"would start nothing: {folder.path} is {status.shown}, after step {status.step}")
-    else:
-        print(f"would continue {folder.path}, {status.shown} after step {status.step}, {size_text(layout)}")
-    script = executor.script(plan)
-    if script is not None:
-        print(f"\n{script}", end="")
-
-
-def _job_statuses(kind: str, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-    try:
-        return executor_for(kind).status(folders)
-    except UserError:
-        return {}  # the executor's class is not importable here
-
-
 def _merge(run: Run, job: JobStatus | None) -> RunStatus:
-    """Merge the job status into the status from files."""
     status = run.status
     if job is None:
         return status
@@ -88,10 +58,9 @@ def _merge(run: Run, job: JobStatus | None) -> RunStatus:
         last, beat = run.attempts[-1], run.heartbeat
         if status.state in ENDED and last.end is not None:
             return status
-        seen = (
-            "" if beat is None else f", last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
-        )
-        reason = f"{last.launched_by} does not answer: {job.reason}{seen}"
+        reason = f"{last.launched_by} does not answer: {job.reason}"
+        if beat is not None:
+            reason += f", last heartbeat {format_duration(round(beat.age))} ago, after step {beat.step}"
         return RunStatus("unknown", step, reason, attempt, job_id)
     if job.state in ("queued", "running"):
         # Until a requeued run starts again, its files describe the previous attempt.
@@ -122,7 +91,6 @@ class StatusRow:
     loss: Value
     """In nats per token."""
     tokens_per_second: Value
-    """Throughput of the whole job."""
     mfu: Value
     """From 0 to 1."""
     seconds_left: Value
@@ -132,9 +100,7 @@ class StatusRow:
     job_id: str | None
     reason: str | None
     removed: bool
-    """True if the study's file no longer has this point."""
     warning: str | None = None
-    """Warning about failing saves or uploads of a running run."""
     memory: Value = None
     """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
     memory_predicted: Value = None
@@ -143,19 +109,14 @@ class StatusRow:
     parent: str | None = None
     """NAME/ID or URL of the run that a continued run begins from."""
     parent_step: int | None = None
-    """Step at which a continued run begins."""
     rung: int | None = None
-    """Rung of successive halving, from 1."""
     groups: WorldsSummary | None = None
-    """Summary of the run's worlds; None if it has one."""
     reported: Mapping[str, Value] = field(default_factory=dict)
     """Metrics that the objective, the model, the optimizer and your own parts report, by name."""
     evaluated: Mapping[str, Value] = field(default_factory=dict)
     """Bits per byte, losses of sources and sets, and metrics of extensions at the newest evaluation, by name."""
     asked: bool = True
-    """False if the study's last call did not ask for this point."""
     tokens: Value = None
-    """Tokens trained on so far, by the whole job."""
 
     @property
     def shown(self) -> str:
@@ -164,27 +125,21 @@ class StatusRow:
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
-    """Build the status row of each run."""
-    now = run_statuses([entry.run for entry in found])
-    return [_row_or_damage(entry, now[entry.folder.path]) for entry in found]
-
-
-def _row_or_damage(entry: RunEntry, status: RunStatus) -> StatusRow:
-    """Row of a run. If a damaged file would break the table, the row has the damage as its reason."""
-    try:
-        return _row(entry, status)
-    except UserError as error:
-        name, folder = entry.folder.path.name, str(entry.folder.path)
-        return StatusRow(
-            *(entry.label, entry.group, name, folder, "unreadable", status.step),
-            *(None, None, None, None, None, None, status.job_id, status.reason or str(error), entry.removed),
-            asked=entry.asked,
-        )
+    """Build the status row of each run. If a file of it is damaged, the row has the damage as its reason."""
+    now, rows = run_statuses([entry.run for entry in found]), list[StatusRow]()
+    for entry in found:
+        path, status = entry.folder.path, now[entry.folder.path]
+        try:
+            rows.append(_row(entry, status))
+        except UserError as error:
+            known = (entry.label, entry.group, path.name, str(path), "unreadable", status.step)
+            rest = (status.job_id, status.reason or str(error), entry.removed)
+            rows.append(StatusRow(*known, None, None, None, None, None, None, *rest, asked=entry.asked))
+    return rows
 
 
 def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
-    run = entry.run
-    values = run.last_values
+    run, values = entry.run, entry.run.last_values
     # Metrics may be ahead of state.json, written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
     step = max(status.step, logged)
@@ -194,6 +149,9 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     except UserError:  # missing or damaged; `show` explains which
         training, device = {}, {}
         steps = None if entry.folder.config.exists() or entry.point is None else entry.point.steps
+    on_gpu = device.get("device") == "cuda"
+    if device.get("device") not in ("cpu", "cuda"):  # it is left to the machine
+        on_gpu = bool((_known(lambda: run.environment) or {}).get("gpus"))
     own = training.get("parts")
     parts = [f"{name}/" for name in own] if isinstance(own, dict) else []
     evaluated = ("validation_loss/", "validation_bits_per_byte", *(f"{name}/" for name in provided("parts")))
@@ -210,7 +168,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         tokens_per_second=values.get("tokens_per_second"),
         mfu=values.get("mfu"),
         seconds_left=_seconds_left(run, step, steps) if status.state == "running" and steps is not None else None,
-        gpu_hours=_hours(run, status) if _is_on_gpu(run, device.get("device")) else None,
+        gpu_hours=_process_hours(run, status) if on_gpu else None,
         job_id=status.job_id,
         reason=status.reason,
         removed=entry.removed,
@@ -249,28 +207,19 @@ def _seconds_left(run: Run, step: int, steps: int) -> float | None:
     left, done = steps - step, int(logged)
     if run.config["training"].get("batch_ramp"):
         training = run.group("training")
-        ends = [
-            sequences_after(training.batch_ramp, training.global_batch_size, end) for end in (steps, step, int(logged))
-        ]
-        left, done = ends[0] - ends[1], ends[2]
+        ramp, batch = training.batch_ramp, training.global_batch_size
+        last, now, done = (sequences_after(ramp, batch, end) for end in (steps, step, int(logged)))
+        left = last - now
     return left * tokens / done / speed
 
 
-def _hours(run: Run, status: RunStatus) -> float:
-    """Process-hours of all attempts."""
+def _process_hours(run: Run, status: RunStatus) -> float:
     seconds = 0.0
     for row in run.attempts:
         if row.start is not None:
             end = row.end if row.end is not None else (time.time() if status.state == "running" else row.start)
             seconds += (end - row.start) * row.world_size
     return seconds / 3600
-
-
-def _is_on_gpu(run: Run, device: object) -> bool:
-    """True if the configuration says GPU, or leaves it to the machine and the machine has GPUs."""
-    if device in ("cpu", "cuda"):
-        return device == "cuda"
-    return bool((_known(lambda: run.environment) or {}).get("gpus"))
 
 
 def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
@@ -281,9 +230,8 @@ def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
         points = [point for point in record.points if point.round == number]
         name = f"rung {number} of {len(rungs)}"
         if not points:
-            yield (
-                f"{name}: starts when the rung before is done, with the best {record.rounds.get('keep')} of its points"
-            )
+            kept = record.rounds.get("keep")
+            yield f"{name}: starts when the rung before is done, with the best {kept} of its points"
             continue
         states = count_states([statuses[study.run(point).path].shown for point in points])
         chosen = f", the best by {record.rounds.get('metric')}" if number > 1 else ""

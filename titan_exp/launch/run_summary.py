@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ class RecordedCode:
     parts: tuple[CodePart, ...]
     """titan_exp, then the user's repositories and packages."""
     changed: tuple[str, ...]
-    """Files that differ from their commits."""
 
 
 @dataclass(frozen=True)
@@ -66,55 +65,45 @@ class RunSummary:
     """Overrides that differ from today's defaults."""
     code: RecordedCode
     parents: tuple[Relative, ...] = ()
-    """Parent, its parent, and so on."""
     children: tuple[Relative, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     checkpoints: tuple[SavedCheckpoint, ...] = ()
-    commands: tuple[NextCommand, ...] = field(default=())
+    commands: tuple[NextCommand, ...] = ()
 
 
 def summarize_run(entry: RunEntry, name: str) -> RunSummary:
-    """Read the summary of a run; its commands refer to it as `name`. Raises UserError if its configuration cannot be
-    read.
-
-    Nothing that the configuration names is imported, and none of its interpolations is resolved.
-    """
-    run, folder = entry.run, entry.folder
+    """Read the summary of a run; its commands refer to it as `name`. Nothing that its configuration names is imported,
+    and no interpolation is resolved. Raises UserError if the configuration cannot be read."""
+    run, folder, patch = entry.run, entry.folder, ""
     values, recorded = run.config, run.nondefault
     (status,) = status_rows([entry])
+    with suppress(FileNotFoundError, UserError):
+        patch = read_text(folder.diff)
+    names = [each.name for each in fields(CodePart)]
+    parts = [CodePart(*(getattr(part, name) for name in names)) for part in (run.code.parts if run.code else ())]
     summary = RunSummary(
         status,
         tuple(nondefault_overrides(values) if recorded is None else recorded),
-        _recorded_code(run),
+        RecordedCode(tuple(parts), tuple(patched_files(patch))),
         tuple(Relative(ancestor.lineage.name, ancestor.lineage.step) for ancestor in run.ancestors),
         tuple(Relative("/".join(path.parts[-2:]), lineage.step) for path, lineage in children(folder.path)),
         tuple(run.attempts),
         tuple(_checkpoints(folder.checkpoints)),
     )
     commands = [*_commands_for_state(summary, entry, name), *_commands_from_checkpoints(summary, values, name)]
-    return RunSummary(**{**vars(summary), "commands": tuple(commands)})
-
-
-def _recorded_code(run: Run) -> RecordedCode:
-    """Code of a run; without parts if it was not recorded."""
-    record, patch = run.code, ""
-    with suppress(FileNotFoundError, UserError):
-        patch = read_text(run.folder.diff)
-    names = [each.name for each in fields(CodePart)]
-    parts = [CodePart(*(getattr(part, name) for name in names)) for part in (record.parts if record else ())]
-    return RecordedCode(tuple(parts), tuple(patched_files(patch)))
+    return replace(summary, commands=tuple(commands))
 
 
 def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     if not folder.is_dir():
         return []
     complete = [path for path in folder.iterdir() if COMPLETE_NAME.fullmatch(path.name)]
-    found = [
-        SavedCheckpoint(step_of(path) or 0, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+    sizes = {
+        step_of(path) or 0: sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         for path in complete
         if (path / METADATA_FILE).is_file()
-    ]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    }
+    return [SavedCheckpoint(step, size) for step, size in sorted(sizes.items())]
 
 
 def _commands_for_state(summary: RunSummary, entry: RunEntry, name: str) -> list[NextCommand]:
@@ -159,25 +148,29 @@ def _next(purpose: str, verb: str, *words: str) -> NextCommand:
 
 WIDTH = 100
 FILES = 10
-"""Maximum number of listed files."""
 
 
 def summary_lines(summary: RunSummary) -> Iterator[str]:
     """Lines of a summary; each part has a heading."""
     status = summary.status
     yield f"{'/'.join(Path(status.folder).absolute().parts[-2:])}  {status.folder}"
-    yield from _section("state", list(_state(status)))
-    yield from _section("differs from the defaults", command_lines("titan-exp train", summary.overrides))
-    yield from _section("code", list(_code(summary.code)))
+    code, changed = [str(part) for part in summary.code.parts], summary.code.changed
+    if changed:
+        names = ", ".join(changed[:FILES]) + (f" and {len(changed) - FILES} more" if len(changed) > FILES else "")
+        code.append(f"{format_items(len(changed), 'file')} changed (diff.patch): {names}")
     parents = [f"continued from {parent.run} after step {parent.step}" for parent in summary.parents]
     children = [f"continued by {child.run} after step {child.step}" for child in summary.children]
-    yield from _section("lineage", [*parents, *children])
-    yield from _section("attempts", [_attempt(attempt) for attempt in summary.attempts])
-    sizes = [f"step {saved.step}  {format_bytes(saved.bytes)}" for saved in summary.checkpoints]
-    yield from _section("checkpoints", sizes)
     width = max((len(command.purpose) for command in summary.commands), default=0)
-    commands = [f"{command.purpose:<{width}}  {command.command}" for command in summary.commands]
-    yield from _section("commands", commands)
+    parts = {
+        "state": list(_state(status)),
+        "differs from the defaults": command_lines("titan-exp train", summary.overrides),
+        "code": code,
+        "lineage": [*parents, *children],
+        "attempts": [_attempt(attempt) for attempt in summary.attempts],
+        "checkpoints": [f"step {saved.step}  {format_bytes(saved.bytes)}" for saved in summary.checkpoints],
+        "commands": [f"{command.purpose:<{width}}  {command.command}" for command in summary.commands],
+    }
+    yield from _sections(parts)
 
 
 def command_lines(command: str, overrides: Sequence[str], width: int = WIDTH) -> list[str]:
@@ -192,10 +185,11 @@ def command_lines(command: str, overrides: Sequence[str], width: int = WIDTH) ->
     return lines
 
 
-def _section(heading: str, lines: Sequence[str]) -> Iterator[str]:
-    if lines:
-        yield f"\n{heading}"
-        yield from (f"  {line}" for line in lines)
+def _sections(parts: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for heading, lines in parts.items():
+        if lines:
+            yield f"\n{heading}"
+            yield from (f"  {line}" for line in lines)
 
 
 def _state(status: StatusRow) -> Iterator[str]:
@@ -219,14 +213,6 @@ def _state(status: StatusRow) -> Iterator[str]:
         place, _, metric = name.rpartition("/")
         by_place.setdefault(place, []).extend([f"{metric} {value:.4g}"] if value is not None else [])
     yield from (f"{place}: {', '.join(texts)}" if place else ", ".join(texts) for place, texts in by_place.items())
-
-
-def _code(code: RecordedCode) -> Iterator[str]:
-    yield from map(str, code.parts)
-    if code.changed:
-        more = len(code.changed) - FILES
-        names = ", ".join(code.changed[:FILES]) + (f" and {more} more" if more > 0 else "")
-        yield f"{format_items(len(code.changed), 'file')} changed (diff.patch): {names}"
 
 
 def _attempt(attempt: Attempt) -> str:
@@ -260,7 +246,6 @@ class Difference:
     a: str
     b: str
     has_effect: bool = True
-    """True if the key may change results."""
 
 
 @dataclass(frozen=True)
@@ -287,43 +272,37 @@ class RunDiff:
 def diff_runs(a: Run, b: Run) -> RunDiff:
     """Compare two run folders. Raises UserError if a configuration cannot be read. Imports and resolves nothing."""
     runs = (a, b)
-    configs = [flatten(run.config) for run in runs]
-    codes = [run.code for run in runs]
+    configs, codes = [flatten(run.config) for run in runs], [run.code for run in runs]
     environments = [run.environment for run in runs]
     data = [next((row.data for row in reversed(run.attempts) if row.data is not None), None) for run in runs]
     names = ["/".join(run.folder.path.absolute().parts[-2:]) for run in runs]
     recorded = {"code": codes, "environment": environments, "data": data}
+    unknown = [
+        f"{part} of {name} is not recorded"
+        for part, found in recorded.items()
+        for name, record in zip(names, found, strict=True)
+        if not record
+    ]
     return RunDiff(
         *names,
         configuration=tuple(_differences(*configs)),
         code=tuple(code_changes(codes[0], codes[1])) if codes[0] and codes[1] else (),
         environment=tuple(_differences(*map(_environment, environments))) if all(environments) else (),
         data=tuple(_differences(*(flatten(found or {}) for found in data))) if all(data) else (),
-        unknown=tuple(
-            dict.fromkeys(
-                f"{part} of {name} is not recorded"
-                for part, found in recorded.items()
-                for name, record in zip(names, found, strict=True)
-                if not record
-            )
-        ),
+        unknown=tuple(dict.fromkeys(unknown)),
     )
 
 
 def diff_lines(diff: RunDiff) -> Iterator[str]:
     """Text of the differences, with values side by side."""
-    yield f"a: {diff.a}"
-    yield f"b: {diff.b}"
+    yield from (f"a: {diff.a}", f"b: {diff.b}")
     parts = {
         "configuration": _side_by_side(diff.configuration),
         "code": list(diff.code),
         "environment": _side_by_side(diff.environment),
         "data": _side_by_side(diff.data),
     }
-    for heading, lines in parts.items():
-        if lines:
-            yield f"\n{heading}"
-            yield from (f"  {line}" for line in lines)
+    yield from _sections(parts)
     same = [part for part, lines in parts.items() if not lines and not any(u.startswith(part) for u in diff.unknown)]
     if diff.is_empty:
         yield "\nnothing differs"

@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -40,7 +40,6 @@ class RankStack:
     """Current step; the last finished one during evaluation or saving."""
     phase: str
     seconds: float
-    """Seconds since the last progress report."""
     place: str
     """`file:line in function` of the innermost main-thread frame outside site-packages and the standard library."""
     collective: str | None
@@ -49,19 +48,22 @@ class RankStack:
     """Collectives issued so far per process group, from the flight recorder."""
 
 
-def rank_stack(
-    position: ProgressSnapshot, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None
-) -> RankStack:
+def rank_stack(position: ProgressSnapshot, rank: int, recorder: dict[str, Any] | None) -> RankStack:
     """Stack record of this process; `recorder` is the result of `read_flight_recorder`."""
-    frames = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), list[FrameType]()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
     own = next((frame for frame in frames if _is_own_code(frame.f_code)), frames[0] if frames else None)
-    place = "unknown" if own is None else f"{_short(own.f_code)}:{own.f_lineno} in {own.f_code.co_name}"
-    # Only frames called from that position count: an outer frame may be a collective that called back into our code.
-    called = frames[: frames.index(own)] if own is not None else frames
-    return RankStack(
-        rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
-        _issued(recorder),
-    )  # fmt: skip
+    place, called = "unknown", frames
+    if own is not None:
+        file = own.f_code.co_filename
+        file = file[file.rindex("titan_exp/") :] if "titan_exp/" in file else file
+        place = f"{file}:{own.f_lineno} in {own.f_code.co_name}"
+        # Only frames called from there count: an outer one may be a collective that called back into our code.
+        called = frames[: frames.index(own)]
+    at = (position.at, position.phase, position.seconds, place, _collective(called))
+    return RankStack(rank, socket.gethostname(), os.getpid(), *at, _issued(recorder))
 
 
 def read_flight_recorder() -> dict[str, Any] | None:
@@ -72,11 +74,8 @@ def read_flight_recorder() -> dict[str, Any] | None:
 
     # NCCL's recorder tracks execution on the device, but needs a build with NCCL; the other covers any backend.
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is None:
-            continue
         try:
-            found = json.loads(dump())
+            found = json.loads(getattr(c10d, name)())
         except Exception:  # a diagnosis must not raise
             continue
         if found.get("entries"):
@@ -84,14 +83,7 @@ def read_flight_recorder() -> dict[str, Any] | None:
     return None
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _is_own_code(code: CodeType) -> bool:
-    """True for code of titan_exp or the user."""
     path = code.co_filename
     folders = set(path.split("/"))
     if path.startswith("<") or "titan_exp" in folders:
@@ -101,11 +93,6 @@ def _is_own_code(code: CodeType) -> bool:
         return False
     library = sysconfig.get_paths()
     return not any(path.startswith(library[name]) for name in ("stdlib", "platstdlib"))
-
-
-def _short(code: CodeType) -> str:
-    path = code.co_filename
-    return path[path.rindex("titan_exp/") :] if "titan_exp/" in path else path
 
 
 def _collective(frames: list[FrameType]) -> str | None:
@@ -118,7 +105,6 @@ def _collective(frames: list[FrameType]) -> str | None:
 
 
 def _issued(recorder: dict[str, Any] | None) -> dict[str, int]:
-    """Sequence number of the last collective per process group."""
     last: dict[str, int] = {}
     for entry in (recorder or {}).get("entries", []):
         if not entry.get("is_p2p"):
@@ -188,11 +174,8 @@ class HangFiles:
 
     def native_ranks(self) -> list[int]:
         """Ranks stuck in native code: only faulthandler's C timer wrote their stacks."""
-        return [
-            rank
-            for rank in range(self.world_size)
-            if not self.rank_stack(rank).exists() and _size(self.stacks(rank)) > 0
-        ]
+        missing = [rank for rank in range(self.world_size) if not self.rank_stack(rank).exists()]
+        return [rank for rank in missing if _size(self.stacks(rank)) > 0]
 
     def all_reported(self) -> bool:
         """True if every rank has written its stack record."""
@@ -224,20 +207,19 @@ class HangFiles:
 
 
 def diagnose_hang(known: Iterable[RankStack], *, native: Sequence[int], world_size: int, logs: Path) -> HangDiagnosis:
-    """Find the ranks that block the others.
-
-    `known` are the stack records of responsive ranks, `native` the ranks stuck in native code, and `logs` the log
-    folder named in the text.
-    """
+    """Find the ranks that block the others, by stack records of responsive ranks, and the `native` ranks, which are
+    stuck in native code. The text names the log folder."""
     rank_stacks = sorted(known, key=lambda stack: stack.rank)
     silent = sorted(set(range(world_size)) - {stack.rank for stack in rank_stacks} - set(native))
     step = f"hung at step {min(stack.step for stack in rank_stacks)}" if rank_stacks else "hung"
     blocking, why = _blocking_ranks(rank_stacks, native, silent)
     first = next((stack for stack in rank_stacks if stack.rank in blocking), rank_stacks[0] if rank_stacks else None)
-    phase = f" in {first.phase}" if first is not None else ""
-    headline = f"{step}{phase}: {why}"
-    lines = [headline, ""]
-    for stack, ranks in _group_by_place(rank_stacks):
+    headline = f"{step}{f' in {first.phase}' if first is not None else ''}: {why}"
+    lines, groups = [headline, ""], dict[tuple[int, str, str, str | None], list[RankStack]]()
+    for stack in rank_stacks:
+        groups.setdefault((stack.step, stack.phase, stack.place, stack.collective), []).append(stack)
+    for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank)):
+        stack, ranks = group[0], [stack.rank for stack in group]
         where = f"in {stack.collective}, called at " if stack.collective else "at "
         lines.append(
             f"{format_ranks(ranks)}: step {stack.step}, {stack.phase}, {where}{stack.place}, for {stack.seconds:.0f} s"
@@ -266,10 +248,9 @@ def _blocking_ranks(
     rank_stacks: Sequence[RankStack], native: Sequence[int], silent: Sequence[int]
 ) -> tuple[list[int], str]:
     """Ranks that the others wait for, and the evidence."""
-    if silent:
-        return list(silent), f"{format_ranks(silent)} did not answer"
-    if native:
-        return list(native), f"{format_ranks(native)} {_verb(native)} stuck in native code that blocks Python"
+    if away := list(silent or native):
+        what = "did not answer" if silent else f"{_verb(native)} stuck in native code that blocks Python"
+        return away, f"{format_ranks(away)} {what}"
     outside = [stack for stack in rank_stacks if stack.collective is None]
     if outside and (len(outside) < len(rank_stacks) or len(rank_stacks) == 1):
         ranks = [stack.rank for stack in outside]
@@ -277,40 +258,20 @@ def _blocking_ranks(
         return ranks, f"{format_ranks(ranks)} {_verb(ranks)} at {outside[0].place}{others}"
     if outside:
         return [], f"no rank is in a collective, and {format_ranks([rank_stacks[0].rank])} is at {rank_stacks[0].place}"
-    return _blocking_in_collectives(rank_stacks)
-
-
-def _blocking_in_collectives(rank_stacks: Sequence[RankStack]) -> tuple[list[int], str]:
-    """Blocking ranks when every rank waits in a collective."""
-    behind = _lagging_ranks(rank_stacks)
+    behind = set[int]()  # issued fewer collectives in a process group than another rank of it
+    for group in {group for stack in rank_stacks for group in stack.issued}:
+        issued = {stack.rank: stack.issued[group] for stack in rank_stacks if group in stack.issued}
+        behind |= {rank for rank, number in issued.items() if number < max(issued.values())}
     if behind:
-        first = next(stack for stack in rank_stacks if stack.rank in behind)
+        first, who = next(stack for stack in rank_stacks if stack.rank in behind), format_ranks(sorted(behind))
         instead = f"in {first.collective}, called at {first.place}"
-        return behind, f"{format_ranks(behind)} did not enter a collective that the others wait in, but waits {instead}"
+        return sorted(behind), f"{who} did not enter a collective that the others wait in, but waits {instead}"
     places = Counter(stack.place for stack in rank_stacks)
     if len(places) == 1:
         return [], f"all ranks wait in the same collective, at {rank_stacks[0].place}: so suspect the network"
     odd = [stack for stack in rank_stacks if stack.place == min(places, key=lambda place: places[place])]
     ranks = [stack.rank for stack in odd]
     return ranks, f"the ranks wait in different collectives, {format_ranks(ranks)} at {odd[0].place}"
-
-
-def _lagging_ranks(rank_stacks: Sequence[RankStack]) -> list[int]:
-    """Ranks that issued fewer collectives in a process group than another rank of it."""
-    behind = set()
-    for group in {group for stack in rank_stacks for group in stack.issued}:
-        issued = {stack.rank: stack.issued[group] for stack in rank_stacks if group in stack.issued}
-        behind |= {rank for rank, number in issued.items() if number < max(issued.values())}
-    return sorted(behind)
-
-
-def _group_by_place(rank_stacks: Sequence[RankStack]) -> list[tuple[RankStack, list[int]]]:
-    """Group ranks by code position, smallest group first."""
-    groups: dict[tuple[int, str, str, str | None], list[RankStack]] = {}
-    for stack in rank_stacks:
-        groups.setdefault((stack.step, stack.phase, stack.place, stack.collective), []).append(stack)
-    ordered = sorted(groups.values(), key=lambda group: (len(group), group[0].rank))
-    return [(group[0], [stack.rank for stack in group]) for group in ordered]
 
 
 def _verb(ranks: Sequence[int]) -> str:
@@ -325,23 +286,19 @@ def _size(path: Path) -> int:
 
 
 POLL_INTERVAL = 1.0
-"""Maximum seconds between polls."""
 OTHER_PHASE_FACTOR = 3.0
 """Limit multiplier for phases other than a regular step."""
 MEDIAN_FACTOR = 10.0
 """Minimum limit of a regular step, in multiples of the median step time."""
 WARN_MEDIAN_FACTOR = 3.0
-"""Multiple of the median step time below which a regular step gets no warning; lower than the limit, so that slow steps
-warn first."""
+"""Median step times below which a regular step gets no warning; below the limit, so that slow steps warn first."""
 NATIVE_GRACE = 5.0
 """Seconds past the limit before the C timer kills a rank that runs no Python."""
 RECORDER_ENTRIES = "2000"
-"""Default number of flight recorder entries."""
 
 
 class Watchdog(threading.Thread):
-    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process, and so may `on_poll`, which every
-    poll calls."""
+    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process, and so may `on_poll`."""
 
     def __init__(
         self,
@@ -354,9 +311,10 @@ class Watchdog(threading.Thread):
         on_poll: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="titan_exp watchdog", daemon=True)
-        self._warn, self._kill = _seconds(config.hang_warn_minutes), _seconds(config.hang_kill_minutes)
-        self._files, self._rank, self._progress, self._give_up = files, rank, progress, give_up
-        self._on_poll = on_poll
+        minutes = (config.hang_warn_minutes, config.hang_kill_minutes)
+        self._warn, self._kill = (None if limit is None else 60.0 * limit for limit in minutes)
+        self._files, self._rank, self._progress = files, rank, progress
+        self._give_up, self._on_poll = give_up, on_poll
         limits = [limit for limit in (self._warn, self._kill) if limit is not None]
         self._poll_interval = min([POLL_INTERVAL, *(limit / 10 for limit in limits)])
         self._warned = self._hanging = False
@@ -370,8 +328,7 @@ class Watchdog(threading.Thread):
     def stop(self) -> None:
         """Stop the thread and remove an empty stack file.
 
-        Blocks while this rank exits as hung, so that an error caused by peers that have already exited is not recorded
-        as the cause.
+        Blocks while this rank exits as hung: errors caused by peers that have already exited are not the cause.
         """
         self._stopped.set()
         while self._hanging:
@@ -391,7 +348,8 @@ class Watchdog(threading.Thread):
             self._warn_if_late(position)
             if self._kill is not None:
                 left = limit(self._kill, position) - position.seconds
-                if left <= 0 or self._is_declared(position):
+                # Another rank may have declared a hang, which counts without recent progress.
+                if left <= 0 or (position.seconds > self._kill / 4 and self._files.is_declared()):
                     self._hung()
                     return
                 # Until then, the first rank to detect the hang is still waiting for the others' records.
@@ -399,17 +357,13 @@ class Watchdog(threading.Thread):
                 faulthandler.dump_traceback_later(last, exit=True, file=self._stacks)
             self._stopped.wait(self._poll_interval)
 
-    def _is_declared(self, position: ProgressSnapshot) -> bool:
-        """True if another rank has declared a hang. Checked only without recent progress."""
-        assert self._kill is not None
-        return position.seconds > self._kill / 4 and self._files.is_declared()
-
     def _warn_if_late(self, position: ProgressSnapshot) -> None:
         late = self._warn is not None and position.seconds > limit(self._warn, position, WARN_MEDIAN_FACTOR)
         if late and not self._warned:
-            consequence = "" if self._kill is None else (
-                f". After {limit(self._kill, position):.0f} s we end the run as hung (cluster.hang_kill_minutes)"
-            )  # fmt: skip
+            consequence = ""
+            if self._kill is not None:
+                end = f"{limit(self._kill, position):.0f} s we end the run as hung (cluster.hang_kill_minutes)"
+                consequence = f". After {end}"
             get_logger().warning(
                 "rank %d: no progress for %.0f s in %s after step %d%s",
                 self._rank, position.seconds, position.phase, position.step, consequence,
@@ -417,36 +371,25 @@ class Watchdog(threading.Thread):
         self._warned = late
 
     def _hung(self) -> None:
-        """Write this rank's stack record, wait for the other ranks' records, and exit."""
         self._hanging = True
         # Kills the process if the code below hangs too.
         faulthandler.dump_traceback_later(2 * REPORT_TIMEOUT, exit=True, file=self._stacks)
-        position = self._progress.snapshot()
-        first = False
+        position, files, first = self._progress.snapshot(), self._files, False
         with contextlib.suppress(OSError):
-            first = self._files.declare()
-        self._write(position)
-        self._give_up(self._reason(first, position))
-
-    def _write(self, position: ProgressSnapshot) -> None:
+            first = files.declare()
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         recorder = read_flight_recorder()
         with contextlib.suppress(OSError):
             if recorder is not None:
-                self._files.recorder(self._rank).write_text(json.dumps(recorder, indent=1), encoding="utf-8")
-            self._files.write_rank_stack(
-                rank_stack(position, rank=self._rank, host=socket.gethostname(), pid=os.getpid(), recorder=recorder)
-            )
-
-    def _reason(self, first: bool, position: ProgressSnapshot) -> str:
-        """Headline of the hang report, written by the first rank once the others have reported."""
-        files = self._files
+                files.recorder(self._rank).write_text(json.dumps(recorder, indent=1), encoding="utf-8")
+            files.write_rank_stack(rank_stack(position, self._rank, recorder))
+        # The first rank writes the report once the others have reported.
         deadline = time.monotonic() + min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
         done = files.all_reported if first else files.report.exists
         while not done() and time.monotonic() < deadline:
             time.sleep(0.1)
         hang = files.report_hang() if first or files.report.exists() else None
-        return f"hung at step {position.at} in {position.phase}" if hang is None else hang.headline
+        self._give_up(f"hung at step {position.at} in {position.phase}" if hang is None else hang.headline)
 
 
 def limit(seconds: float, position: ProgressSnapshot, median_factor: float = MEDIAN_FACTOR) -> float:
@@ -454,7 +397,3 @@ def limit(seconds: float, position: ProgressSnapshot, median_factor: float = MED
     if position.phase == STEP:
         return max(seconds, median_factor * position.median_step_seconds)
     return OTHER_PHASE_FACTOR * seconds
-
-
-def _seconds(minutes: float | None) -> float | None:
-    return None if minutes is None else 60.0 * minutes

@@ -247,14 +247,14 @@ def _close_failed(
     elif others:
         reason += f", and fewer groups are left than cluster.min_groups={cluster.min_groups}"
     failed = replace(result, state="failed", reason=reason)
-    close_attempt(folder, row.attempt, "failed", exit_code=failed.exit_code, reason=reason, overrule=True)
+    close_attempt(folder, row.attempt, failed)
     _end_waiting_jobs(folder, row)
     print(failed.detail)
     return failed.exit_code
 
 
 def _close(folder: RunFolder, row: Attempt, result: AttemptResult, cluster: "GroupedCluster") -> int:
-    close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
+    close_attempt(folder, row.attempt, result)
     code = result.exit_code
     if code == STOPPED:
         code = requeue(folder, row, row.job_id or "", result, cluster)

@@ -1,9 +1,8 @@
 """Rank processes on this machine: the ranks of a run, or short-lived ones that call one function.
 
-They are started through submitit's local controller, which waits for every rank, so that peers of a failed rank would
-block forever. The launcher therefore polls each rank and kills all of them soon after the first failure. `python -m
-titan_exp.launch.local.ranks RUN_FOLDER` runs one. It gets a path and unpickles nothing, least of all from the run
-folder, where other users may write.
+Submitit's local controller starts them and waits for every rank, so that peers of a failed one would block forever. The
+launcher therefore polls each rank and kills all of them soon after the first failure. `python -m
+titan_exp.launch.local.ranks RUN_FOLDER` runs one, and unpickles nothing, since other users may write into the folder.
 """
 
 import contextlib
@@ -36,8 +35,6 @@ from titan_exp.tracking.run_folder import files
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, World, write_atomically
 
-RANK = "titan_exp.launch.local.ranks"
-"""Module that runs one rank."""
 GRACE = 3.0
 """Seconds after the first failure that ranks have to record their error and exit."""
 LINGER = 30.0
@@ -87,23 +84,17 @@ class LocalRanks:
 
         self.folder.make_attempt_logs(self.attempt)
         files.remove_stale_temporary_folders()
-        self._rendezvous_folder, self._folder_lock = files.create_temporary_folder()
-        command = [sys.executable, "-u", "-m", RANK, str(self.folder.path)]
-        changes = rank_env.rank_environment(
-            self._cluster, self.world_size, self.attempt, self._rendezvous_folder, world=self._world
-        )
+        scratch, self._folder_lock = files.create_temporary_folder()
+        self._rendezvous_folder, size = scratch, self.world_size
+        command = shlex.join([sys.executable, "-u", "-m", "titan_exp.launch.local.ranks", str(self.folder.path)])
+        changes = rank_env.rank_environment(self._cluster, size, self.attempt, scratch, world=self._world)
         logs = self.logs
         if "%" in str(logs):  # submitit would replace %j and %t
-            logs = self._rendezvous_folder / "logs"
+            logs = scratch / "logs"
             logs.symlink_to(self.logs.absolute())
+        options = {"tasks_per_node": size, "timeout_min": TEN_YEARS, "stderr_to_stdout": True}
         with rank_env.environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
-            self._job = start_controller(
-                logs,
-                shlex.join(command),
-                tasks_per_node=self.world_size,
-                timeout_min=TEN_YEARS,
-                stderr_to_stdout=True,
-            )
+            self._job = start_controller(logs, command, **options)
         self.job_id = str(self._job.pid)
         with contextlib.suppress(psutil.Error):
             self._controller = psutil.Process(int(self.job_id))
@@ -164,7 +155,6 @@ class LocalRanks:
         return AttemptResult("failed", 1, "the parent process of the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
-        """True if the controller has exited."""
         assert self._job is not None
         return self._job.poll() is not None
 
@@ -175,20 +165,21 @@ class LocalRanks:
         return self._over()
 
     def _find_processes(self) -> None:
-        """Match the controller's children to ranks."""
         if self._controller is None or len(self._processes) == self.world_size:
             return
         known = {process.pid for process in self._processes.values()}
         with contextlib.suppress(psutil.Error):
             for child in self._controller.children():
-                number = None if child.pid in known else _rank_of(child)
+                number = None
+                if child.pid not in known:
+                    with contextlib.suppress(psutil.Error):  # its environment may be unreadable
+                        number = child.environ().get("SUBMITIT_LOCAL_GLOBALID")
                 if number is not None:
-                    self._processes[number] = child
+                    self._processes[int(number)] = child
                     self._first_seen = self._first_seen or time.monotonic()
 
     def _update(self, rank: int, over: bool) -> None:
-        """Update one rank: alive, ended or failed. Liveness is read before the record, which a rank writes before it
-        exits."""
+        """Update one rank. Liveness is read before the record, which a rank writes before it exits."""
         if rank in self._failures or self._has_ended(rank):
             return
         now, alive = time.time(), self._is_alive(rank)
@@ -202,13 +193,12 @@ class LocalRanks:
             self._last_seen[rank] = now
         elif rank in self._processes or over:
             # The rank exited, or the controller exited before starting it.
-            seen = self._last_seen.get(rank, now)
+            seen, log = self._last_seen.get(rank, now), self.log(rank)
             oom = count_oom_kills() > self._oom_kills
-            self._failures[rank] = (
-                attempt_end.failure_at_start(rank, seen, self.log(rank))
-                if record is None
-                else attempt_end.failure_from_signal(rank, seen, self.log(rank), out_of_memory=oom)
-            )
+            if record is None:
+                self._failures[rank] = attempt_end.failure_at_start(rank, seen, log)
+            else:
+                self._failures[rank] = attempt_end.failure_from_signal(rank, seen, log, out_of_memory=oom)
         elif record is None and _is_past(self._first_seen, START_LIMIT):
             self._failures[rank] = attempt_end.failure_at_start(rank, now, self.log(rank))
 
@@ -231,17 +221,7 @@ def _is_past(since: float | None, seconds: float) -> bool:
     return since is not None and time.monotonic() - since > seconds
 
 
-def _rank_of(process: psutil.Process) -> int | None:
-    """Rank of a process, from its environment; None if unreadable."""
-    try:
-        number = process.environ().get("SUBMITIT_LOCAL_GLOBALID")
-    except psutil.Error:
-        return None
-    return None if number is None else int(number)
-
-
 def _kill_trees(roots: Iterable[psutil.Process]) -> None:
-    """Kill processes with all descendants, and wait up to GRACE seconds for their exit."""
     victims: list[psutil.Process] = []
     for process in roots:
         with contextlib.suppress(psutil.Error):
@@ -274,10 +254,9 @@ POLL_INTERVAL = 0.05
 
 
 def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
-    """Call `main`, an import path, on all ranks of an experiment's layout; returns rank 0's response.
+    """Call `main`, an import path, on all ranks of an experiment's layout with a JSON value; returns that of rank 0.
 
-    Request and response are JSON values. Raises UserError if a rank raised one, RuntimeError with the traceback or log
-    tail if a rank failed otherwise, and KeyboardInterrupt after a signal.
+    Raises UserError if a rank raised one, RuntimeError if one failed otherwise, and KeyboardInterrupt after a signal.
     """
     from titan_exp.trainer.distributed import REQUEST, RESPONSE
 
@@ -288,25 +267,22 @@ def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
         layout = ResolvedLayout.of(experiment)
         attempt = folder.add_attempt(world_size=layout.world_size, hosts=[socket.gethostname()]).attempt
         folder.write_state(RunState("running", 0, time.time(), attempt, None))
-        result = _run(main, LocalRanks(layout, folder, attempt))
+        ranks = LocalRanks(layout, folder, attempt)
+        with rank_env.environment({RANK_MAIN: main}), Interrupts() as interrupts:
+            try:
+                ranks.start()
+                while not ranks.poll():
+                    if interrupts.first is not None:
+                        raise KeyboardInterrupt
+                    time.sleep(POLL_INTERVAL)
+                result = ranks.result()
+            finally:
+                ranks.close()
         if result.exit_code == UserError.exit_code:
             raise UserError(result.detail.strip())
         if result.exit_code:
             raise RuntimeError(f"{result.detail.strip()}\n{result.reason}")
         return json.loads((folder.path / RESPONSE).read_text(encoding="utf-8"))
-
-
-def _run(main: str, ranks: LocalRanks) -> AttemptResult:
-    with rank_env.environment({RANK_MAIN: main}), Interrupts() as interrupts:
-        try:
-            ranks.start()
-            while not ranks.poll():
-                if interrupts.first is not None:
-                    raise KeyboardInterrupt
-                time.sleep(POLL_INTERVAL)
-            return ranks.result()
-        finally:
-            ranks.close()
 
 
 def submitit_rank() -> rank_env.RankInfo:
@@ -331,8 +307,7 @@ def run_submitit_rank(path: str) -> None:
     """Run one rank of the run folder at `path`; calls `sys.exit` with a nonzero exit code."""
     world = World.from_environment()
     folder = RunFolder(path, world_logs=None if world is None else world.logs)
-    code = run_rank(Run(folder), submitit_rank())
-    if code:
+    if code := run_rank(Run(folder), submitit_rank()):
         sys.exit(code)
 
 

@@ -2,8 +2,7 @@
 attempt: rank 0 takes the run lock, then records the start and its address; the other ranks wait for both.
 
 `python -m titan_exp.launch.rank.host_agent RUN_FOLDER ATTEMPT HOST` runs the agent of host number HOST of an attempt.
-Agents of several hosts find each other through files in the attempt's logs: each writes its machine's name there while
-it lives.
+Agents find each other through files in the attempt's logs: each writes its machine's name there while it lives.
 """
 
 import contextlib
@@ -26,15 +25,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch import attempt_end
-from titan_exp.launch.attempt_end import (
-    AttemptResult,
-    RankFailure,
-    acquire_run,
-    close_attempt,
-    close_dead_attempts,
-    newest_checkpoint,
-    requeues_after,
-)
+from titan_exp.launch.attempt_end import AttemptResult, close_attempt
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank import rank_env
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
@@ -46,13 +37,11 @@ ATTEMPT_TIMEOUT = 60.0
 
 
 def join_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor | None) -> rank_env.RankInfo:
-    """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
-
-    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run.
-    """
+    """Join the run's attempt and its rendezvous, whose address torchrun has set if there is no executor; returns the
+    rank with its attempt number. Raises UserError if another process holds the run."""
     claim = None
     if rank.rank == 0:
-        claim = acquire_run(folder, "rank 0", print)
+        claim = attempt_end.acquire_run(folder, "rank 0", print)
         row = _open_attempt(folder, rank, executor)
     else:
         row = _await_attempt(folder, rank)
@@ -68,10 +57,9 @@ def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor
     last = rows[-1] if rows else None
     same_job = last is not None and rank.token is not None and last.token == rank.token
     if rank.token is not None and not same_job:
-        raise UserError(
-            f"{folder.path}: somebody started this run anew after job {rank.job_id or rank.token} was submitted"
-            f"{'' if last is None else f' (attempt {last.attempt})'}, so this job ends."
-        )
+        anew = "" if last is None else f" (attempt {last.attempt})"
+        what = f"somebody started this run anew after job {rank.job_id or rank.token} was submitted{anew}"
+        raise UserError(f"{folder.path}: {what}, so this job ends.")
     if last is not None and same_job and rank.restarts is None:
         rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows the id
     if last is not None and same_job and last.start is None and last.end is None:
@@ -80,42 +68,40 @@ def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor
         if last is not None and same_job and last.end is None:
             reason = "the scheduler ended it without a record (a node failed, or somebody requeued it)"
             folder.update_attempt(last.attempt, end=time.time(), reason=reason)
-        close_dead_attempts(folder)
+        attempt_end.close_dead_attempts(folder)
         number = folder.add_attempt(
             world_size=rank.world_size,
             hosts=rank.hosts,
             job_id=rank.job_id or None,
             launched_by=BY_HAND if rank.token is None or executor is None else executor.kind,
             token=rank.token,
-            requeues=requeues_after(folder, last) if last is not None and same_job else 0,
+            requeues=attempt_end.requeues_after(folder, last) if last is not None and same_job else 0,
         ).attempt
     if rank.token is None:
         folder.clear_stop()  # a batch script has already cleared the request, and a stop may have been requested since
     if executor is not None:
         executor.publish_rendezvous(folder, replace(rank, attempt=number))
-    known: dict[str, Any] = {"hosts": rank.hosts, "restarts": rank.restarts, "checkpoint": newest_checkpoint(folder)}
+    newest = attempt_end.newest_checkpoint(folder)
+    known: dict[str, Any] = {"hosts": rank.hosts, "restarts": rank.restarts, "checkpoint": newest}
     if rank.job_id:  # otherwise the submission is about to record it
         known["job_id"] = rank.job_id
     return folder.update_attempt(number, **known, start=time.time())
 
 
 def _await_attempt(folder: RunFolder, rank: rank_env.RankInfo) -> Attempt:
+    """Row of the attempt once rank 0 has opened it in this start of the job."""
     deadline = time.monotonic() + ATTEMPT_TIMEOUT
     while time.monotonic() < deadline:
-        rows = folder.read_attempts()
-        if rows and rows[-1].start is not None and _is_joined(rows[-1], rank):
-            return rows[-1]
+        for row in folder.read_attempts()[-1:]:
+            if rank.restarts is not None:
+                joined = (row.job_id, row.restarts) == (rank.job_id, rank.restarts)
+            else:  # an ended attempt may be an earlier one with the same address
+                same = row.job_id == rank.job_id if rank.token is None else row.token == rank.token
+                joined = same and row.end is None
+            if joined and row.start is not None:
+                return row
         time.sleep(0.1)
     raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. Read its log.")
-
-
-def _is_joined(row: Attempt, rank: rank_env.RankInfo) -> bool:
-    """True if rank 0 has opened this attempt in this start of the job."""
-    if rank.restarts is not None:
-        return (row.job_id, row.restarts) == (rank.job_id, rank.restarts)
-    # Without a restart count, an ended attempt may be an earlier one with the same address.
-    same = row.job_id == rank.job_id if rank.token is None else row.token == rank.token
-    return same and row.end is None
 
 
 FIRST_PORT, LAST_PORT = 20000, 32000
@@ -126,8 +112,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def publish_address(folder: RunFolder, rank: rank_env.RankInfo, address: str, job: int) -> None:
-    """Write rank 0's address and a free port into the attempt's log folder. The job's number decides which ports are
-    tried."""
+    """Write rank 0's address and a free port, searched from one that depends on the job, into the attempt's logs."""
     assert rank.attempt is not None
     logs = folder.make_attempt_logs(rank.attempt)
     write_atomically(logs / "meeting", f"{address} {free_port(job)}\n", durable=False)
@@ -161,7 +146,6 @@ def free_port(job: int) -> int:
 
 
 AGENT = "titan_exp.launch.rank.host_agent"
-"""Module that runs a host agent."""
 POLL_INTERVAL = 0.5
 """Seconds between checks of the ranks and the attempt."""
 GRACE = 5.0
@@ -211,21 +195,6 @@ class HostFile:
         return self.age is None and time.time() - since < START_LIMIT
 
 
-def host_files(folder: RunFolder, attempt: int) -> list[HostFile]:
-    """Host files of the agents that have appeared."""
-    paths = folder.attempt_logs(attempt).glob("host-" + "[0-9]" * 5)
-    return [HostFile(folder, attempt, int(path.name.rpartition("-")[2])) for path in paths]
-
-
-def hosts_rank() -> rank_env.RankInfo | None:
-    """Rank of this process from a host agent's environment; None without an agent."""
-    env = os.environ
-    if rank_env.HOSTS not in env:
-        return None
-    rank, size, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return rank_env.RankInfo(rank, size, local, hosts=tuple(env[rank_env.HOSTS].split(",")), token=env[rank_env.TOKEN])
-
-
 class HostAgent:
     """Agent of one host. `row` is the attempt as it was recorded before its submission."""
 
@@ -241,8 +210,7 @@ class HostAgent:
         self._stop_seen: float | None = None
 
     def run(self) -> int:
-        """Start the ranks once the agents of all hosts have appeared; returns an exit code once the ranks have
-        ended."""
+        """Start the ranks once the agents of all hosts have appeared; returns an exit code once they have ended."""
         signal.signal(signal.SIGTERM, lambda *_: self.folder.request_stop(f"{self._name(self.host)} received SIGTERM"))
         try:
             while not self._processes or any(process.poll() is None for process in self._processes.values()):
@@ -251,17 +219,19 @@ class HostAgent:
                 if not self._processes and all(names):
                     for rank in self.ranks:
                         self._processes[rank] = self._start(rank, self.row.hosts or names)
-                result, over = self._failure(), self._is_over()
+                rows, result = self.folder.read_attempts()[-1:], self._failure()
+                over = any(row.attempt != self.row.attempt or row.exit not in (None, DONE, STOPPED) for row in rows)
                 if result is None and not over:
                     result = self._overdue()
                 if result is not None:
-                    self._close(result)
+                    # This overrides ends that other ranks have recorded as a consequence.
+                    close_attempt(self.folder, self.row.attempt, result)
                 if result is not None or over:
                     self._end_ranks()
                     return FAILED if result is None else result.exit_code
                 time.sleep(POLL_INTERVAL)
             if (result := self._failure()) is not None:
-                self._close(result)
+                close_attempt(self.folder, self.row.attempt, result)
                 return result.exit_code
             return min((process.returncode for process in self._processes.values() if process.returncode), default=DONE)
         finally:
@@ -285,13 +255,12 @@ class HostAgent:
 
     def _failure(self) -> AttemptResult | None:
         """Result of the attempt if a rank of this host ended without a record, with the failures of all hosts."""
-        own: list[RankFailure] = []
+        own = []
         for rank, process in self._processes.items():
             record = self._record(rank)
-            if not process.poll() or (record is not None and record.end is not None):
-                continue
-            failure = attempt_end.failure_at_start if record is None else attempt_end.failure_from_signal
-            own.append(failure(rank, time.time(), self.log(rank)))
+            if process.poll() and (record is None or record.end is None):
+                failure = attempt_end.failure_at_start if record is None else attempt_end.failure_from_signal
+                own.append(failure(rank, time.time(), self.log(rank)))
         if not own:
             return None
         records = [self._record(rank) for rank in range(self.row.world_size)]
@@ -306,40 +275,26 @@ class HostAgent:
         if self._stop_seen is not None and not self._processes:
             return AttemptResult("preempted", STOPPED, self.folder.stop_reason())
         if self._stop_seen is not None and now - self._stop_seen > self.cluster.stop_limit:
-            return AttemptResult(
-                "preempted", STOPPED, f"{self.folder.stop_reason()}, and killed before all ranks had saved"
-            )
+            reason = f"{self.folder.stop_reason()}, and killed before all ranks had saved"
+            return AttemptResult("preempted", STOPPED, reason)
         for host, sign in enumerate(self.signs):
-            age, log = sign.age, sign.path.with_name(f"host-{host}.log")
+            age, log, reason = sign.age, sign.path.with_name(f"host-{host}.log"), ""
             if age is None and now - self._began > START_LIMIT:
-                return AttemptResult(
-                    "failed", FAILED, f"{self._name(host)} did not start within {START_LIMIT:.0f} s: {log}"
-                )
-            if sign.text == ENDED and self._is_unexplained(host):
-                return AttemptResult("failed", FAILED, f"{self._name(host)} ended without saying why: {log}")
-            if age is not None and age > SILENCE:
-                reason = f"{self._name(host)} has given no sign of life for {SILENCE:.0f} s"
-                return AttemptResult("failed", FAILED, reason)
+                reason = f"did not start within {START_LIMIT:.0f} s: {log}"
+            elif sign.text == ENDED and self._is_unexplained(host):
+                reason = f"ended without saying why: {log}"
+            elif age is not None and age > SILENCE:
+                reason = f"has given no sign of life for {SILENCE:.0f} s"
+            if reason:
+                return AttemptResult("failed", FAILED, f"{self._name(host)} {reason}")
         return None
 
     def _is_unexplained(self, host: int) -> bool:
         """True if a rank of a host has recorded no end, and neither has the attempt."""
-        ranks = range(host * len(self.ranks), (host + 1) * len(self.ranks))
-        records = [self._record(rank) for rank in ranks]
+        records = [self._record(rank) for rank in range(host * len(self.ranks), (host + 1) * len(self.ranks))]
         return self.folder.read_attempts()[-1].end is None and not all(record and record.end for record in records)
 
-    def _is_over(self) -> bool:
-        """True if the attempt has failed or another one has begun."""
-        rows = self.folder.read_attempts()
-        return bool(rows) and (rows[-1].attempt != self.row.attempt or rows[-1].exit not in (None, DONE, STOPPED))
-
-    def _close(self, result: AttemptResult) -> None:
-        """Record the end of the attempt. It overrides ends that other ranks have recorded as a consequence."""
-        code, reason = result.exit_code, result.reason
-        close_attempt(self.folder, self.row.attempt, result.state, exit_code=code, reason=reason, overrule=True)
-
     def _end_ranks(self) -> None:
-        """Let ranks record their own end, and the stacks of a hang, then kill them."""
         pending = HangFiles(self.folder.attempt_logs(self.row.attempt), self.row.world_size).report_pending()
         deadline = time.monotonic() + (2 * REPORT_TIMEOUT if pending else GRACE)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
@@ -347,7 +302,6 @@ class HostAgent:
             time.sleep(0.1)
 
     def _kill(self) -> None:
-        """Kill the remaining ranks, with all their descendants."""
         for process in self._processes.values():
             if process.poll() is None:
                 with contextlib.suppress(psutil.Error):
@@ -383,9 +337,8 @@ def main(arguments: Sequence[str]) -> int:
         return DONE
     agent = HostAgent(folder, rows[-1], int(host))
     if agent.signs[agent.host].age is not None:
-        print(
-            f"{path}: attempt {attempt} has already run here. To start the next one, type the command that launched it."
-        )
+        again = "To start the next one, type the command that launched it."
+        print(f"{path}: attempt {attempt} has already run here. {again}")
         return FAILED
     return agent.run()
 

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from titan_exp.config.errors.user_error import Outcome, UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.foreign_code import executor_names
-from titan_exp.launch.attempt_end import close_attempt
+from titan_exp.launch.attempt_end import AttemptResult, close_attempt
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.provenance import attempt_changes, edited_code
 from titan_exp.launch.rank import rank_env
@@ -49,8 +49,7 @@ MAPPED_BYTES = 2**22
 
 
 def run_rank(run: Run, rank: rank_env.RankInfo) -> int:
-    """Run one rank that has joined its attempt. Returns its exit code; 0 for a saved stop if srun would otherwise kill
-    the peers."""
+    """Run one rank that has joined its attempt. Returns its exit code; 0 for a saved stop, as srun would kill peers."""
     return_freed_memory(MAPPED_BYTES)
     safe_output("utf-8", raw=True)  # a log is UTF-8 in any locale
     code = _Rank(run, rank).run()
@@ -77,10 +76,9 @@ def main(arguments: Sequence[str]) -> int:
             return DONE
         expected = ResolvedLayout.of(run.experiment).world_size
         if rank.world_size != expected:
-            raise UserError(
-                f"{folder.path} needs {format_items(expected, 'process')}, and you started {rank.world_size}. Start "
-                f"it with `{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}`."
-            )
+            needs = f"{folder.path} needs {format_items(expected, 'process')}, and you started {rank.world_size}"
+            command = f"{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}"
+            raise UserError(f"{needs}. Start it with `{command}`.")
         joined = None if executor is None else executor.join_world(folder, rank)
         run.folder, rank = joined or (folder, join_attempt(folder, rank, executor))
     except UserError as error:
@@ -90,8 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find_rank(experiment: Experiment) -> tuple[Executor | None, rank_env.RankInfo]:
-    """Executor that started this process, the configured one being tried first, and its rank; else None and torchrun's
-    rank."""
+    """Executor that started this process, the configured one being tried first, or None for torchrun, and its rank."""
     kinds = dict.fromkeys([experiment.cluster.kind, *executor_names()])
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
@@ -118,53 +115,51 @@ class _Rank:
             print("A newer attempt of this run exists, so this rank exits.", file=sys.stderr)
             return STOPPED
         self.rank.set_torch_env()
-        self._set_allocator()
+        experiment = self.source.experiment
+        os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
         self._record()
         self._handle_signals()
-        self._start_parent_watchdog()
+        if self.rank.launcher is not None and self.rank.controller is not None:
+            self.parent_watchdog = rank_env.ParentWatchdog(self.folder, self.rank, self._give_up, self._leave_if_new)
+            self.parent_watchdog.start()
         self._print_changes()
-        watchdog = self._start_watchdog()
+        watchdog = Watchdog(
+            experiment.cluster,
+            HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
+            rank=self.rank.rank,
+            progress=PROGRESS,
+            give_up=lambda reason: self._give_up(reason, HUNG, rank_env.HANG),
+            on_poll=lambda: self._give_up_if_lost(self.folder_watch.loss()),
+        )
+        watchdog.start()
         with _temporary_files():
-            code, error = _call(_rank_main, self.source)
+            code, error = _call(self.source)
         if error is not None:
             self._give_up_if_lost(self.folder_watch.confirmed_loss())  # the cause of any error
         watchdog.stop()
         self._end(code, error)
         if error is not None:
-            print(
-                rank_env.FAILURE_MARK,
-                error.message if error.user else error.traceback,
-                sep="\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = error.message if error.user else error.traceback
+            print(rank_env.FAILURE_MARK, text, sep="\n", file=sys.stderr, flush=True)
         return code
 
-    def _set_allocator(self) -> None:
-        experiment = self.source.experiment
-        os.environ.update(allocator_environment(experiment.cluster, experiment.compile, os.environ))
-
     def _print_changes(self) -> None:
-        """Print the code changes since the last attempt or the parent run, and since the launch, at the head of rank
-        0's log."""
-        if self.rank.rank == 0:
-            # A damaged or unreadable record does not stop a run.
-            with contextlib.suppress(UserError, OSError, LookupError, TypeError, AttributeError):
-                since, lines = attempt_changes(self.source, self.attempt)
-                if lines:
-                    print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)
-                if edited := edited_code(self.folder):
-                    print(
-                        "You have edited code after the launch, which recorded the code before:",
-                        *edited,
-                        sep="\n  ",
-                        flush=True,
-                    )
+        """Print code changes since the last attempt or the parent run, and since the launch, in the log of rank 0."""
+        if self.rank.rank != 0:
+            return
+        # A damaged or unreadable record does not stop a run.
+        with contextlib.suppress(UserError, OSError, LookupError, TypeError, AttributeError):
+            since, lines = attempt_changes(self.source, self.attempt)
+            if lines:
+                print(f"Code changed since {since}:", *lines, sep="\n  ", flush=True)
+            if edited := edited_code(self.folder):
+                heading = "You have edited code after the launch, which recorded the code before:"
+                print(heading, *edited, sep="\n  ", flush=True)
 
     def _end(self, code: int, error: rank_env.RankError | None) -> None:
         self._record(end=time.time(), exit=code, error=error)
-        alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
         orphaned = self.parent_watchdog is not None and self.parent_watchdog.orphaned
+        alone = self.parent_watchdog is None or orphaned
         # A world's end is not the run's end, unless no launcher is left to record it.
         closes = orphaned or not self._is_of_several
         if closes and self._has_folder() and (self.rank.rank == 0 or (alone and code not in (DONE, STOPPED))):
@@ -172,13 +167,12 @@ class _Rank:
             if error is not None:
                 reason = error.reason(self.rank.rank)
             with contextlib.suppress(OSError):  # on a full disk, the launcher or the next start closes the attempt
-                state = ENDED_STATES.get(code, "failed")
-                close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=False)
-        if self.parent_watchdog is not None and self.parent_watchdog.orphaned:
+                result = AttemptResult(ENDED_STATES.get(code, "failed"), code, reason)
+                close_attempt(self.folder, self.attempt, result, overrule=False)
+        if orphaned:
             self._remove_rendezvous_folder()
 
     def _remove_rendezvous_folder(self) -> None:
-        """Remove the rendezvous folder after the last rank has ended, if the launcher has exited."""
         rendezvous_folder = os.environ.get(rank_env.FALLBACK_FOLDER)
         records = [rank_env.read_record(self.folder, self.attempt, rank) for rank in range(self.rank.world_size)]
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
@@ -189,7 +183,6 @@ class _Rank:
         return self.folder_watch.holds(self.folder.path)
 
     def _record(self, **fields: Any) -> None:
-        """Set fields of the status record and write it."""
         with self._record_lock:
             self.record = replace(self.record, **fields)
             if not self._has_folder():
@@ -200,14 +193,19 @@ class _Rank:
                 print(f"cannot write the status of rank {self.rank.rank}: {error}", file=sys.stderr)
 
     def _handle_signals(self) -> None:
-        """Handle signals. SIGTERM and SIGUSR2 save and stop. Under a launcher, which handles SIGINT and SIGHUP, these
-        are ignored; without one they save and stop too, and a second SIGINT kills."""
+        """SIGTERM and SIGUSR2 save and stop. So do SIGINT and SIGHUP without a launcher, which otherwise handles them;
+        a second SIGINT kills."""
         launched = self.rank.launcher is not None
         signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._interrupt)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if launched else self._request_stop)
         signal.signal(signal.SIGTERM, self._request_stop)
         signal.signal(signal.SIGUSR2, self._request_stop)
-        threading.Thread(target=self._record_signal, args=(_signal_pipe(),), daemon=True).start()
+        # Python's C handler writes the number of each signal into this socket as it arrives.
+        receiving, sending = socket.socketpair()
+        sending.setblocking(False)
+        signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not the rank's
+        threading.Thread(target=self._record_signal, args=(receiving,), daemon=True).start()
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
 
@@ -223,52 +221,25 @@ class _Rank:
                 self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
 
     def _record_signal(self, pipe: socket.socket) -> None:
-        """Record the first stop signal, even while the main thread waits in a collective and handles no signals."""
+        """Record the first stop signal, even while the main thread waits in a collective."""
         numbers = {signal.SIGTERM, signal.SIGUSR2}
         while not (found := numbers.intersection(pipe.recv(1))):
             pass
         number = found.pop()
+        if not self._has_own_job:
+            self._request_stop(number, None)
+        self._record(signal=signal.Signals(number).name)
         if self._has_own_job:
             # Its peers are gone, or its job must end. The other worlds train on, and there is nothing to save.
-            self._record(signal=signal.Signals(number).name)
             _kill_self(128 + number)
-        self._request_stop(number, None)
-        self._record(signal=signal.Signals(number).name)
-
-    def _start_parent_watchdog(self) -> None:
-        if self.rank.launcher is None or self.rank.controller is None:
-            return
-        self.parent_watchdog = rank_env.ParentWatchdog(
-            self.folder,
-            attempt=self.attempt,
-            rank=self.rank.rank,
-            world_size=self.rank.world_size,
-            launcher=self.rank.launcher,
-            controller=self.rank.controller,
-            give_up=self._give_up,
-            on_orphaned=self._leave_if_new,
-        )
-        self.parent_watchdog.start()
 
     def _leave_if_new(self) -> None:
-        """Exit as a rank of one of several worlds that has finished no step. It has nothing to save, and would wait for
+        """Exit as a rank of one of several worlds that has finished no step: it has nothing to save, and would wait for
         the state of the other worlds, which have stopped."""
         if self._is_of_several and not PROGRESS.has_stepped:
             self._record(end=time.time(), exit=STOPPED)
             self._remove_rendezvous_folder()
             _kill_self(STOPPED)
-
-    def _start_watchdog(self) -> Watchdog:
-        watchdog = Watchdog(
-            self.source.experiment.cluster,
-            HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
-            rank=self.rank.rank,
-            progress=PROGRESS,
-            give_up=lambda reason: self._give_up(reason, HUNG, rank_env.HANG),
-            on_poll=lambda: self._give_up_if_lost(self.folder_watch.loss()),
-        )
-        watchdog.start()
-        return watchdog
 
     def _give_up_if_lost(self, loss: str | None) -> None:
         """Exit if the run folder was deleted or moved; only in a moved folder the end is recorded."""
@@ -279,9 +250,8 @@ class _Rank:
         moved = self.folder_watch.moved_to()
         if moved is None:
             _kill_self(FAILED)
-        else:
-            self.folder = RunFolder(moved)
-            self._give_up(loss, kind=rank_env.FOLDER_LOST)
+        self.folder = RunFolder(moved)
+        self._give_up(loss, kind=rank_env.FOLDER_LOST)
 
     def _give_up(self, reason: str, code: int = FAILED, kind: str = "GivenUp") -> None:
         """Exit from a watchdog thread, because the main thread may hang."""
@@ -290,7 +260,6 @@ class _Rank:
 
 
 def _kill_self(code: int) -> NoReturn:
-    """Kill all child processes and exit, from any thread."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             child.kill()
@@ -299,8 +268,7 @@ def _kill_self(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _temporary_files() -> Iterator[None]:
-    """Keep the launcher's temporary folder in use; without a launcher, direct temporary files to a folder of this
-    process."""
+    """Keep the launcher's temporary folder in use; without a launcher, use one of this process."""
     launchers = os.environ.get(rank_env.FALLBACK_FOLDER)
     if launchers is not None:
         lock = files.hold_temporary_folder(Path(launchers))
@@ -317,24 +285,14 @@ def _temporary_files() -> Iterator[None]:
     tempfile.tempdir = None
 
 
-def _signal_pipe() -> socket.socket:
-    """Socket to which Python's C handler writes the number of each signal as it arrives."""
-    receiving, sending = socket.socketpair()
-    sending.setblocking(False)
-    signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not the rank's
-    return receiving
-
-
 def _rank_main(run: Run) -> None:
     module, _, name = os.environ.get(RANK_MAIN, TRAINER).rpartition(".")
     getattr(importlib.import_module(module), name)(run)
 
 
-def _call(function: Callable[[Run], None], run: Run) -> tuple[int, rank_env.RankError | None]:
-    """Run `function(run)`; returns its exit code and its error."""
+def _call(run: Run) -> tuple[int, rank_env.RankError | None]:
     try:
-        function(run)
+        _rank_main(run)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             code = error.code or DONE

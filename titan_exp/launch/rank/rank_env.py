@@ -23,13 +23,9 @@ from titan_exp.tracking.run_folder.files import FileLock, redirect_temporary_fil
 from titan_exp.tracking.run_folder.run_folder import DONE, STOPPED, RunFolder, World, read_json, write_atomically
 
 FALLBACK_FOLDER = "TITAN_EXP_SPARE"
-"""Environment variable: folder on another disk for the record, used if the run folder is missing or its disk is
-full."""
-
-
+"""Environment variable: folder on another disk for the record, if the run folder is missing or its disk is full."""
 FAILURE_MARK = "titan_exp: this rank failed"
-"""Line in a rank's log before its traceback. The launcher shows the log up to this line, and the traceback
-separately."""
+"""Line in a rank's log before its traceback, which the launcher shows separately."""
 HANG, FOLDER_LOST = "Hung", "FolderLost"
 """Error types that concern the run rather than one rank."""
 
@@ -65,8 +61,7 @@ class RankRecord:
     """Exit code; None while running."""
     error: RankError | None = None
     signal: str | None = None
-    """First signal that asked this rank to stop. Since srun sends SIGTERM first, a rank without a signal and without an
-    end was not killed by srun."""
+    """First signal that asked this rank to stop. srun, which sends SIGTERM first, killed no rank without a signal."""
 
     @property
     def failed(self) -> bool:
@@ -76,7 +71,7 @@ class RankRecord:
 
 def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
     """Write a rank's record beside the attempt's logs; if that fails, into the fallback folder."""
-    name = _name(record.rank)
+    name = f"rank-{record.rank:05d}.json"
     text = concealed(json.dumps(asdict(record), indent=2)) + "\n"
     try:
         write_atomically(folder.make_attempt_logs(attempt) / name, text, durable=False)
@@ -93,13 +88,9 @@ def read_record(folder: RunFolder, attempt: int, rank: int, fallback: Path | Non
         if logs is None:
             continue
         with contextlib.suppress(UserError):  # damaged, which counts as if the rank had not started
-            if (record := read_json(logs / _name(rank), RankRecord)) is not None:
+            if (record := read_json(logs / f"rank-{rank:05d}.json", RankRecord)) is not None:
                 return record
     return None
-
-
-def _name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
 
 
 POLL_INTERVAL = 0.25
@@ -110,30 +101,17 @@ SAVE_LIMIT = 600.0
 
 
 class ParentWatchdog(threading.Thread):
-    """Watchdog thread, running until the process exits.
-
-    `launcher` and `controller` are the pids of the grandparent and parent process; `give_up(reason)` exits this
-    process, and `on_orphaned()` may do so once the launcher has exited.
-    """
+    """Watchdog thread over the rank's controller and launcher, running until the process exits. `give_up(reason)` exits
+    this process, and `on_orphaned()` may do so once the launcher has exited."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        attempt: int,
-        rank: int,
-        world_size: int,
-        launcher: int,
-        controller: int,
-        give_up: Callable[[str], None],
-        on_orphaned: Callable[[], None],
+        self, folder: RunFolder, rank: "RankInfo", give_up: Callable[[str], None], on_orphaned: Callable[[], None]
     ) -> None:
         super().__init__(name="titan_exp parent watchdog", daemon=True)
         self.orphaned = False
         """True if the launcher has exited."""
-        self._folder, self._attempt, self._rank, self._world_size = folder, attempt, rank, world_size
-        self._launcher, self._controller, self._give_up = launcher, controller, give_up
-        self._on_orphaned = on_orphaned
+        self._folder, self._rank, self._controller = folder, rank, rank.controller
+        self._give_up, self._on_orphaned = give_up, on_orphaned
 
     def run(self) -> None:
         """Poll the parents. When a parent exits, even as a zombie, its child's parent pid changes."""
@@ -145,16 +123,7 @@ class ParentWatchdog(threading.Thread):
         with contextlib.suppress(OSError):  # on a full disk nothing can be saved; the limit below ends the rank
             self._folder.request_stop("the launcher is gone")
         self._on_orphaned()
-        self._end_as_orphan()
-
-    def _launcher_is_gone(self) -> bool:
-        try:
-            return psutil.Process(self._controller).ppid() != self._launcher
-        except psutil.Error:
-            return False  # the controller has exited; checked next
-
-    def _end_as_orphan(self) -> None:
-        """Wait until this rank has saved. Exit if a peer failed, since this rank's collectives would block forever."""
+        # The rank saves. It exits if a peer failed, since its collectives would block forever.
         began, peer_died = time.monotonic(), None
         while True:
             now = time.monotonic()
@@ -168,14 +137,21 @@ class ParentWatchdog(threading.Thread):
                 self._give_up(f"the launcher is gone and saving took longer than {SAVE_LIMIT:.0f} s")
             time.sleep(POLL_INTERVAL)
 
+    def _launcher_is_gone(self) -> bool:
+        try:
+            return psutil.Process(self._controller).ppid() != self._rank.launcher
+        except psutil.Error:
+            return False  # the controller has exited; checked next
+
     def _has_peer_died(self) -> bool:
         try:
             siblings = psutil.Process(self._controller).children()
             alive = {sibling.pid for sibling in siblings if sibling.status() != psutil.STATUS_ZOMBIE}
         except psutil.Error:
             return False  # processes have changed; retried at the next poll
-        for rank in set(range(self._world_size)) - {self._rank}:
-            record = read_record(self._folder, self._attempt, rank)
+        assert self._rank.attempt is not None
+        for rank in set(range(self._rank.world_size)) - {self._rank.rank}:
+            record = read_record(self._folder, self._rank.attempt, rank)
             if record is not None and (record.failed or (record.exit is None and record.pid not in alive)):
                 return True
         return False
@@ -202,8 +178,7 @@ OURS = re.compile(r"TITAN_EXP_(ATTEMPT|GROUP|HOSTS|IMPORT_PATH|LAUNCHER|RENDEZVO
 
 
 def outer_launch() -> dict[str, None]:
-    """Environment changes that unset another launch's variables for its own ranks (torchrun's, or those of a run from
-    which this command was typed)."""
+    """Environment changes that unset what another launch, torchrun's or that of a run, has set for its own ranks."""
     return {name: None for name in os.environ if TORCHRUN.fullmatch(name) or OURS.fullmatch(name)}
 
 
@@ -244,25 +219,17 @@ class RankInfo:
 
     def set_torch_env(self) -> None:
         """Set RANK, WORLD_SIZE and LOCAL_RANK, as torchrun does."""
-        os.environ["RANK"] = str(self.rank)
-        os.environ["WORLD_SIZE"] = str(self.world_size)
-        os.environ["LOCAL_RANK"] = str(self.local_rank)
+        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(self.local_rank)}
 
 
 def torchrun_rank() -> RankInfo:
     """Rank from torchrun's environment; rank 0 of 1 without torchrun."""
-    env = os.environ
-    port = env.get("MASTER_PORT", "")
+    env, port = os.environ, os.environ.get("MASTER_PORT", "")
     job_id = f"{env.get('MASTER_ADDR', 'localhost')}:{port or '0'}"
     if "TORCHELASTIC_RUN_ID" in env:
         job_id = f"torchrun-{env['TORCHELASTIC_RUN_ID']}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}-{port}"
-    return RankInfo(
-        int(env.get("RANK", "0")),
-        int(env.get("WORLD_SIZE", "1")),
-        int(env.get("LOCAL_RANK", "0")),
-        job_id,
-        (socket.gethostname(),),
-    )
+    rank, size, local = env.get("RANK", "0"), env.get("WORLD_SIZE", "1"), env.get("LOCAL_RANK", "0")
+    return RankInfo(int(rank), int(size), int(local), job_id, (socket.gethostname(),))
 
 
 def extend_import_path() -> None:
@@ -274,8 +241,8 @@ def extend_import_path() -> None:
 def waiting_threads() -> dict[str, str]:
     """Variables by which OpenMP's idle threads spin for a moment, then sleep; empty where the user has set one.
 
-    Spinning until the next loop, as by default, starves other processes: beside two busy ones on two cores, training
-    was three times slower. Sleeping at once makes a small step a quarter slower on an idle machine.
+    Spinning on, as by default, starves other processes: on two cores beside two busy ones, training was three times
+    slower. Sleeping at once makes a small step a quarter slower on an idle machine.
     """
     policy = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
     return {} if policy.keys() & os.environ.keys() else policy
@@ -284,11 +251,11 @@ def waiting_threads() -> dict[str, str]:
 def rank_environment(
     cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path, *, world: World | None = None
 ) -> dict[str, str | None]:
-    """Changes to the launcher's environment for the ranks (of one `world` if there are several); None unsets a
-    variable.
-
-    `rendezvous_folder` is a new folder on a local disk; unlike a port, a file in it cannot be taken by another job.
-    """
+    """Changes to the launcher's environment for the ranks (of one `world` of several); None unsets a variable.
+    `rendezvous_folder` is a new folder on a local disk; unlike a port, no other job can take a file in it."""
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    ours = Path(titan_exp.__file__).resolve().parents[1]
+    path += [] if ours.name in ("site-packages", "dist-packages") else [str(ours)]
     return {
         **outer_launch(),
         "OMP_NUM_THREADS": str(process_threads(cluster, world_size)),
@@ -300,7 +267,7 @@ def rank_environment(
         FALLBACK_FOLDER: str(rendezvous_folder),
         **redirect_temporary_files(rendezvous_folder),
         VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else _gpus_of(world, world_size),
-        "PYTHONPATH": os.pathsep.join(_python_path()),
+        "PYTHONPATH": os.pathsep.join(path),
         # The current folder comes last, as for the launcher: its `random.py` must not shadow the standard library.
         "PYTHONSAFEPATH": "1",
         IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
@@ -337,13 +304,6 @@ def _gpus_of(world: World | None, world_size: int) -> str | None:
     count = visible_gpus()
     shown = list(map(str, range(count))) if gpus is None else gpus.split(",")[:count]
     return ",".join(gpu.strip() for gpu in shown[world.number * world_size :][:world_size])
-
-
-def _python_path() -> list[str]:
-    """PYTHONPATH, extended by the parent folder of titan_exp unless titan_exp is installed."""
-    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    ours = Path(titan_exp.__file__).resolve().parents[1]
-    return inherited if ours.name in ("site-packages", "dist-packages") else [*inherited, str(ours)]
 
 
 def loopback() -> str:

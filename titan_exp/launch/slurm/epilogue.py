@@ -32,10 +32,8 @@ MORE_MEMORY = "ask for more with cluster.memory_gb (0: all of the node), or "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Close the attempt of this job; returns 0 if the run is done, 85 to requeue it, else the failure's exit code.
-
-    `arguments` are the run folder, the job id and srun's exit code.
-    """
+    """Close the attempt of a job, given a run folder, the job id and srun's exit code. Returns 0 if the run is done, 85
+    to requeue it, else the failure's exit code."""
     folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
     row = own_attempt(folder, job)
     if row is None:
@@ -43,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
     result = attempt_result(folder, row, job, code)
-    close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
+    close_attempt(folder, row.attempt, result)
     if result.detail:
         print(result.detail)
     return requeue(folder, row, job, result, load_experiment(folder.config, trust=True).cluster)
@@ -77,12 +75,9 @@ def attempt_result(folder: RunFolder, row: Attempt, job: str, code: int) -> Atte
 def _cut_short(
     folder: RunFolder, row: Attempt, job: str, code: int, records: Mapping[int, RankRecord | None]
 ) -> AttemptResult:
-    """Result of an attempt with ranks that recorded no end.
-
-    A killed rank writes no failure record, and its peers record the broken collective. Therefore the cause is the first
-    of these that exists: a failure other than a broken collective, unless srun first reported a rank without a record;
-    a stop request; such a rank; a broken collective.
-    """
+    """Result of an attempt with ranks that recorded no end, since a killed rank writes no record, and its peers record
+    the broken collective. The cause is the first of these that exists: a failure other than a broken collective, unless
+    srun first reported a rank without a record; a stop request; such a rank; a broken collective."""
     failures = [attempt_end.failure_from_error(record) for record in records.values() if record and record.failed]
     log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
     silent = [rank for rank, record in records.items() if record is None or not (record.end or record.signal)]
@@ -106,7 +101,6 @@ def _cut_short(
 
 
 def _ended_step(log: SrunLog, code: int) -> str | None:
-    """Reason if SLURM ended the whole step before any of its ranks; else None."""
     if log.aborted and log.out_of_memory:
         return f"the job step ran out of host memory, so SLURM ended it: {MORE_MEMORY}{attempt_end.LESS_MEMORY}"
     if log.aborted:
@@ -129,7 +123,9 @@ def _unrecorded(
     elif record is None:
         failure = attempt_end.failure_at_start(rank, time.time(), path)
     else:
-        failure = attempt_end.failure_without_traceback(rank, time.time(), path)
+        # It ended in native code, for example by a segmentation fault.
+        reason = f"rank {rank} ended without a traceback"
+        failure = RankFailure(rank, time.time(), FAILED, reason, attempt_end.tail(path))
     return replace(failure, reason=failure.reason + (f" (srun: {message})" if message else ""))
 
 
@@ -155,20 +151,18 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
         return code
     folder.update_attempt(row.attempt, job_id=job)
     log = parse_srun_log(_read(folder.logs / f"slurm-{job}.out"))
-    why = (
-        f"srun: rank {log.exits[0].rank}: {log.exits[0].message}" if log.exits else f"srun ended with exit code {code}"
-    )
+    why = f"srun ended with exit code {code}"
+    if log.exits:
+        why = f"srun: rank {log.exits[0].rank}: {log.exits[0].message}"
     remedy = f", since host memory ran out: {MORE_MEMORY}{attempt_end.LESS_MEMORY}" if log.out_of_memory else ""
-    reason = f"no rank started ({why}){remedy}"
-    close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
+    close_attempt(folder, row.attempt, AttemptResult("failed", code, f"no rank started ({why}){remedy}"))
     return code
 
 
 def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
     """Print the result and record the intent of a requeue; returns the exit code."""
-    text = f"{folder.path}: attempt {row.attempt} {shown_state(result.state, result.reason)}" + (
-        f" ({result.reason})" if result.reason else ""
-    )
+    text = f"{folder.path}: attempt {row.attempt} {shown_state(result.state, result.reason)}"
+    text += f" ({result.reason})" if result.reason else ""
     if result.exit_code not in (STOPPED, HUNG):
         print(text)
         return result.exit_code
@@ -176,9 +170,8 @@ def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cl
         print(text)
         return ENDED_BY_HAND
     if cluster.requeue == "never":
-        print(
-            f"{text}. With cluster.requeue=never it does not requeue: type the command that submitted it to continue."
-        )
+        what = "With cluster.requeue=never it does not requeue: type the command that submitted it to continue."
+        print(f"{text}. {what}")
         return result.exit_code
     requeues = requeues_after(folder, row)
     if requeues > cluster.max_requeues:
@@ -186,8 +179,7 @@ def requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cl
             f"not requeued: {format_items(requeues, 'attempt')} in a row wrote no new checkpoint (cluster.max_requeues="
             f"{cluster.max_requeues}). To submit it again, type titan-exp train --config-path {folder.path}"
         )
-        reason = f"{result.reason}, {why}"
-        close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=reason, overrule=True)
+        close_attempt(folder, row.attempt, replace(result, reason=f"{result.reason}, {why}"))
         print(f"{text}, {why}")
         return FAILED
     folder.add_attempt(

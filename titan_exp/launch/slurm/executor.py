@@ -12,41 +12,31 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.code_snapshot import CodeSnapshot, take_code_snapshot
-from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions, refused, several_worlds
+from titan_exp.launch.executor import NOT_CANCELLED, JobStatus, Submission, SubmitOptions, several_worlds
 from titan_exp.launch.rank.host_agent import LOOPBACK, publish_address
 from titan_exp.launch.rank.rank_env import GROUP, TOKEN, RankInfo, forget_torchrun
-from titan_exp.launch.remote import RemoteExecutor, runs_of
+from titan_exp.launch.remote import RemoteExecutor
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.epilogue import CANCELLED
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
-from titan_exp.launch.slurm.submit import (
-    Batch,
-    MissingWorlds,
-    RejectedError,
-    UncertainError,
-    group_by_resources,
-    is_being_submitted,
-    thread_map,
-)
+from titan_exp.launch.slurm.submit import Batch, SbatchError, group_by_resources, is_being_submitted, thread_map
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 
 
 def srun_rank() -> RankInfo | None:
-    """Rank from srun's environment; None without srun, or under torchrun by hand.
-
-    In a submitted job, srun counts even if something else has set RANK, such as a hook of the container runtime or the
-    submitting shell.
-    """
+    """Rank from srun's environment; None without srun, or under torchrun by hand. In a submitted job srun counts, even
+    if a hook of the container runtime or the submitting shell has set RANK."""
     env = os.environ
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or (TOKEN not in env and "RANK" in env):
         return None
     from submitit.slurm.slurm import SlurmJobEnvironment
 
-    token = env.get(TOKEN)
+    token, visible = env.get(TOKEN), env.get("CUDA_VISIBLE_DEVICES", "")
     return RankInfo(
         rank=int(env["SLURM_PROCID"]),
         world_size=int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
-        local_rank=_local_rank(),
+        # With GPU binding per task, a task sees one GPU, as device 0.
+        local_rank=0 if visible and "," not in visible else int(env.get("SLURM_LOCALID", "0")),
         job_id=slurm_job_id() if token is not None else f"{slurm_job_id()}.{env['SLURM_STEP_ID']}",
         hosts=tuple(SlurmJobEnvironment().hostnames),
         restarts=int(env.get("SLURM_RESTART_COUNT", "0")),
@@ -63,10 +53,8 @@ def slurm_job_id() -> str:
 
 
 def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = None) -> None:
-    """Write rank 0's address and links to the rank logs into the log folder of the attempt, or of a world.
-
-    Without `host`, the address is the loopback interface if there is one node, else the node's name.
-    """
+    """Write rank 0's address and links to the rank logs into the log folder of the attempt, or of a world. The address
+    is `host`, or the loopback interface if there is one node, else the node's name."""
     assert rank.attempt is not None
     address = host or (LOOPBACK if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname())
     publish_address(folder, rank, address, int(os.environ["SLURM_JOB_ID"]))
@@ -76,13 +64,6 @@ def publish_rendezvous(folder: RunFolder, rank: RankInfo, host: str | None = Non
         if rank.token is not None and not link.is_symlink():
             up = Path(*[".."] * len(logs.relative_to(folder.logs).parts))
             link.symlink_to(up / f"slurm-{rank.job_id}-{rank.restarts}-rank-{number:05d}.log")
-
-
-def _local_rank() -> int:
-    number = int(os.environ.get("SLURM_LOCALID", "0"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # With GPU binding per task, a task sees one GPU, as device 0.
-    return 0 if visible and "," not in visible else number
 
 
 SCANCEL_JOBS = 500
@@ -99,35 +80,30 @@ class SlurmExecutor(RemoteExecutor):
         try:
             listed_jobs([os.geteuid()])
         except UnreachableError as error:
-            raise UserError(
-                f"cluster=slurm: SLURM does not answer, so we submit nothing: {error}. Type the same command again "
-                "once it answers, submit from a login node of the cluster, or run here with cluster=local."
-            ) from None
+            remedy = "Type the same command again once it answers, submit from a login node of the cluster, or run here"
+            what = f"cluster=slurm: SLURM does not answer, so we submit nothing: {error}"
+            raise UserError(f"{what}. {remedy} with cluster=local.") from None
 
     def _require_login_node(self, plans: Sequence[RunPlan]) -> None:
         for command in ("sbatch", "srun", "squeue", "scancel"):
             if shutil.which(command) is None:
-                raise UserError(
-                    f"cluster=slurm: {command} is not installed on this machine. Submit from a login node of the "
-                    "cluster, or run here with cluster=local."
-                )
+                remedy = "Submit from a login node of the cluster, or run here with cluster=local."
+                raise UserError(f"cluster=slurm: {command} is not installed on this machine. {remedy}")
         inside = os.environ.get("SLURM_JOB_ID")
         if inside and not all(plan.experiment.cluster.submit_from_job for plan in plans):
-            raise UserError(
-                f"This process is inside SLURM job {inside}, and jobs that submit jobs are usually a mistake. Submit "
-                "from a login node, run here with cluster=local, or set cluster.submit_from_job=true."
-            )
+            what = f"This process is inside SLURM job {inside}, and jobs that submit jobs are usually a mistake"
+            remedy = "Submit from a login node, run here with cluster=local, or set cluster.submit_from_job=true"
+            raise UserError(f"{what}. {remedy}.")
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Submit runs that are not done, queued or running, without waiting for them. Raises UserError without SLURM,
-        inside a job, or if the folder of runs cannot be written."""
+        """Submit runs that are not done, queued or running, without waiting for them."""
         self._require_login_node(plans)
         return super().submit(plans, options)
 
     def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:
         """Submit an array for each group of runs with equal resources."""
         for group in group_by_resources(plans):
-            yield from _submit_group(self, Batch(runs_of(plans[0]), group, snapshot))
+            yield from _submit_group(self, Batch(plans[0].runs, group, snapshot))
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
         """Submit one run."""
@@ -136,14 +112,11 @@ class SlurmExecutor(RemoteExecutor):
 
     def script(self, plan: RunPlan) -> str:
         """Batch script of a run, with TOKEN in place of the submission's token."""
-        snapshot = take_code_snapshot(runs_of(plan), [plan.experiment], write=False)
-        return Batch(runs_of(plan), [plan], snapshot, token="TOKEN").text
+        snapshot = take_code_snapshot(plan.runs, [plan.experiment], write=False)
+        return Batch(plan.runs, [plan], snapshot, token="TOKEN").text
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-        """Job status by run folder path, in one query.
-
-        `gone` if another executor submitted the last attempt, `unknown` if SLURM does not respond.
-        """
+        """Job status by run folder path, in one query: `gone` if another executor submitted the last attempt."""
         rows = {folder.path: self.attempt(folder) for folder in folders}
         known = {path: row for path, row in rows.items() if row is not None}
         statuses = {path: JobStatus("gone", reason="never submitted to SLURM") for path in rows if path not in known}
@@ -153,7 +126,13 @@ class SlurmExecutor(RemoteExecutor):
             jobs = listed_jobs([(path / "attempts.jsonl").stat().st_uid for path in known])
         except UnreachableError as error:
             return statuses | {path: JobStatus("unknown", row.job_id, str(error)) for path, row in known.items()}
-        several = {path: found for path, row in known.items() if (found := _worlds_of(row, jobs))}
+        # Live jobs of runs with several worlds.
+        live = [job for job in jobs if job.phase != "gone"]
+        several = {
+            path: worlds
+            for path, row in known.items()
+            if (worlds := [job for job in live if row.token and job.token.rpartition("_")[0] == row.token])
+        }
         statuses |= {path: _status_of_worlds(found) for path, found in several.items()}
         known = {path: row for path, row in known.items() if path not in several}
         matched = {path: _job_of(row, jobs) for path, row in known.items()}
@@ -164,10 +143,8 @@ class SlurmExecutor(RemoteExecutor):
         return statuses
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
-        """Remove queued jobs and request save-and-stop of active ones; returns a message per folder path.
-
-        Does not wait: the batch script kills a job that does not end within cluster.stop_limit seconds.
-        """
+        """Remove queued jobs and request save-and-stop of active ones; returns a message per folder path. A script
+        kills its job if that does not end within cluster.stop_limit seconds."""
         statuses, lines = self.status(folders), {}
         queued: dict[str, RunFolder] = {}
         running: dict[str, RunFolder] = {}
@@ -188,10 +165,8 @@ class SlurmExecutor(RemoteExecutor):
         failures = _scancel([], queued)
         # Signal the batch script, not the ranks: it enforces cluster.stop_limit while they save.
         failures |= _scancel(["--batch", "--signal=USR2"], running)
-        thread_map(
-            lambda job: self.record_dequeued(queued[job], f"{CANCELLED}: {reason}"),
-            [job for job in queued if job not in failures and queued[job].path not in active],
-        )
+        removed = [job for job in queued if job not in failures and queued[job].path not in active]
+        thread_map(lambda job: self.record_dequeued(queued[job], f"{CANCELLED}: {reason}"), removed)
         for job, folder in (queued | running).items():
             if job in running:  # the ranks read the request, signal or not
                 unsent = f", but SLURM will not enforce cluster.stop_limit: {failures[job]}" if job in failures else ""
@@ -200,17 +175,6 @@ class SlurmExecutor(RemoteExecutor):
                 line = f"{NOT_CANCELLED}: {failures[job]}" if job in failures else f"job {job}: taken out of the queue"
             lines[folder.path] = "; ".join(filter(None, [lines.get(folder.path), line]))
         return lines
-
-    def missing_worlds(self, plan: RunPlan, status: JobStatus) -> MissingWorlds | None:
-        """Worlds without a job, if other worlds of the run have one; None if there are none."""
-        row = self.attempt(plan.folder)
-        if not status.jobs or row is None or row.token is None or row.end is not None:
-            return None
-        if is_being_submitted(runs_of(plan), row.token):
-            return None
-        present = {int(job.rpartition("_")[2]) for job in status.jobs}
-        numbers = tuple(number for number in range(plan.layout.cluster.worlds) if number not in present)
-        return MissingWorlds(row.token, numbers) if numbers else None
 
     def rank_info(self) -> RankInfo | None:
         """Rank from srun's environment."""
@@ -232,13 +196,17 @@ class SlurmExecutor(RemoteExecutor):
         """Result of a run that needs no submission, or of submitting worlds that had no job; None if the run must be
         submitted."""
         found, row = super().existing(plan, status, snapshot), self.attempt(plan.folder)
-        missing = None if status is None else self.missing_worlds(plan, status)
-        if found is not None and missing is not None:
-            return _submit_missing(plan, Batch(runs_of(plan), [plan], snapshot, missing), missing)
         token = None if row is None or row.end is not None else row.token
-        if found is None and token is not None and is_being_submitted(runs_of(plan), token):
-            return refused(plan, "an earlier submission of this run still waits for SLURM, so try again soon")
-        return found
+        if token is None:
+            return found
+        waits = is_being_submitted(plan.runs, token)
+        if found is None and waits:
+            why = "an earlier submission of this run still waits for SLURM, so try again soon"
+            return Submission.refused(plan, why)
+        jobs = {} if found is None or status is None or waits else status.jobs
+        present = {int(job.rpartition("_")[2]) for job in jobs}
+        missing = [number for number in range(plan.layout.cluster.worlds) if jobs and number not in present]
+        return _submit_missing(Batch(plan.runs, [plan], snapshot, token, missing), missing) if missing else found
 
 
 def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
@@ -246,51 +214,41 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
     attempts = batch.record_intent()
     try:
         jobs = batch.submit()
-    except (RejectedError, UncertainError) as error:
+    except SbatchError as error:
         # sbatch may have made the job and failed afterwards, as happens when the controller answers late.
         statuses = slurm.status([plan.folder for plan in batch.plans])
         for plan, attempt in zip(batch.plans, attempts, strict=True):
             status = statuses[plan.folder.path]
             if status.job_id is not None:
                 yield slurm.record_submitted(plan, attempt, status.job_id)
-            elif isinstance(error, RejectedError) and status.state == "gone":
+            elif error.refusal and status.state == "gone":
                 plan.folder.update_attempt(attempt, end=time.time(), reason=f"not submitted: {error}")
-                yield refused(plan, error.explanation)
+                yield Submission.refused(plan, error.refusal)
             else:
-                yield refused(plan, f"{error}. Type the same command again to ask SLURM for the job")
+                yield Submission.refused(plan, f"{error}. Type the same command again to ask SLURM for the job")
         return
     yield from thread_map(lambda each: slurm.record_submitted(*each), zip(batch.plans, attempts, jobs, strict=True))
 
 
-def _submit_missing(plan: RunPlan, batch: Batch, missing: MissingWorlds) -> Submission:
+def _submit_missing(batch: Batch, numbers: Sequence[int]) -> Submission:
     """Submit jobs of missing worlds; their attempt is already recorded, and their comments have its token."""
     batch.prepare()
+    (plan,), groups = batch.plans, ", ".join(map(str, numbers))
     try:
         (job,) = batch.submit()
-    except (RejectedError, UncertainError) as error:
-        return refused(plan, f"groups {_listed(missing.numbers)}: {error}")
-    return Submission(plan, "submitted", job, f"only groups {_listed(missing.numbers)}, which had no job")
+    except SbatchError as error:
+        return Submission.refused(plan, f"groups {groups}: {error}")
+    return Submission(plan, "submitted", job, f"only groups {groups}, which had no job")
 
 
 def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobStatus:
-    if job is not None:
-        text = str(job)
-        match job.phase:
-            case "queued":
-                return JobStatus("queued", job.job_id, text)
-            case "running":
-                return JobStatus("running", job.job_id, text)
-    else:
-        text = ends.get(row.job_id or "") or "SLURM has no job of this run"
+    if job is not None and job.phase != "gone":
+        return JobStatus("queued" if job.phase == "queued" else "running", job.job_id, str(job))
+    text = str(job) if job else ends.get(row.job_id or "") or "SLURM has no job of this run"
     if row.start is None and text.startswith("completed"):
         # slurmd reports a script that it could not execute as completed.
         text = "its job ended before the run started (the log of slurmd on its first node says why)"
     return JobStatus("gone", row.job_id if job is None else job.job_id, row.reason or text)
-
-
-def _worlds_of(row: Attempt, jobs: Sequence[Job]) -> list[Job]:
-    """Live jobs of a run's worlds; empty if it has one world."""
-    return [job for job in jobs if row.token and job.phase != "gone" and job.token.rpartition("_")[0] == row.token]
 
 
 def _status_of_worlds(jobs: Sequence[Job]) -> JobStatus:
@@ -302,10 +260,6 @@ def _status_of_worlds(jobs: Sequence[Job]) -> JobStatus:
     return JobStatus(state, job_id, "; ".join(waiting) or None, states)
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:
     """Job of an attempt, preferably one that has not ended; chained jobs share the token."""
     own = [job for job in jobs if (row.token and job.token == row.token) or (row.job_id == job.job_id)]
@@ -313,10 +267,8 @@ def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:
 
 
 def _scancel(options: Sequence[str], jobs: Collection[str], at_once: int = SCANCEL_JOBS) -> dict[str, str]:
-    """Call scancel for many jobs at a time; returns error messages by job id.
-
-    scancel does not report which job failed, so a failed call is repeated job by job.
-    """
+    """Call scancel for many jobs at a time; returns error messages by job id. scancel does not report which job failed,
+    so a failed call is repeated job by job."""
     failures: dict[str, str] = {}
     names = list(jobs)
     for first in range(0, len(names), at_once):

@@ -67,14 +67,11 @@ def render(script: Script) -> str:
         launch = several_worlds()
         clear, leave = "", _LEAVE.replace("@NOUN@", launch.noun)
         leave = leave.replace("@LEAVE@", f"{_closing(script)} -m {launch.leave}")
-    stop = (
-        _STOP.replace("@CLEAR@", clear)
-        .replace("@LEAVE@", leave)
-        .replace("@LEAD@", str(cluster.signal_lead))
-        .replace("@LIMIT@", str(cluster.stop_limit))
-        .replace("@EARLIEST@", str(cluster.signal_lead + EARLY))
-        .replace("@PREEMPTED@", PREEMPTED)
-    )
+    lead, limit = cluster.signal_lead, cluster.stop_limit
+    values = {"CLEAR": clear, "LEAVE": leave, "LEAD": lead, "LIMIT": limit, "EARLIEST": lead + EARLY}
+    stop = _STOP.replace("@PREEMPTED@", PREEMPTED)
+    for name, value in values.items():
+        stop = stop.replace(f"@{name}@", str(value))
     return "\n".join([_head(script), _run(script), _environment(script), stop, _ranks(script)])
 
 
@@ -113,20 +110,18 @@ def resource_options(resources: Resources) -> Iterator[tuple[str, object]]:
 
 
 def _head(script: Script) -> str:
-    lines = ["#!/bin/bash", f"# {script.name}: {_size(script)}. Written by titan_exp.", ""]
+    nodes, tasks = script.resources.nodes, script.resources.tasks_per_node
+    size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+    if script.worlds is not None:
+        size = f"{len(script.worlds)} {several_worlds().noun}{'s' * (len(script.worlds) > 1)}, each of {size}"
+    elif script.array is not None:
+        size = f"{script.array} runs, each of {size}"
+    lines = ["#!/bin/bash", f"# {script.name}: {size}. Written by titan_exp.", ""]
     for option, value in sbatch_options(script):
         if value is not None:
             lines.append(f"#SBATCH --{option}" + ("" if value is True else f"={shlex.quote(str(value))}"))
     lines += [f"#SBATCH {shlex.quote(argument)}" for argument in script.resources.cluster.sbatch_args]
     return "\n".join([*lines, ""])
-
-
-def _size(script: Script) -> str:
-    nodes, tasks = script.resources.nodes, script.resources.tasks_per_node
-    size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
-    if script.worlds is not None:
-        return f"{len(script.worlds)} {several_worlds().noun}{'s' * (len(script.worlds) > 1)}, each of {size}"
-    return size if script.array is None else f"{script.array} runs, each of {size}"
 
 
 def _run(script: Script) -> str:
@@ -140,7 +135,7 @@ def _run(script: Script) -> str:
         ]
     elif script.array is None:
         lines = ["# The run.", f"RUN={shlex.quote(script.folder)}", 'JOB="$SLURM_JOB_ID"']
-        lines += [f"export TITAN_EXP_TOKEN={script.token}"]
+        lines.append(f"export TITAN_EXP_TOKEN={script.token}")
     else:
         lines = [
             "# The run of this array task.",
@@ -239,24 +234,19 @@ def _ranks(script: Script) -> str:
         f'{_closing(script)} -m {epilogue} "$RUN" "$JOB" "$code"',
         "code=$?",
     ]
-    if cluster.requeue != "never":
-        lines += ['if [ "$code" = 85 ]; then', *(f"    {line}" for line in _requeue(script)), "fi"]
+    requeue = ['scontrol requeue "$JOB" && exit 0']
+    task = "" if script.worlds is None else f' --array="${GROUP}"'
+    chain = [f'sbatch{task} --dependency="afterany:$JOB" "$RUN/job.sh"']
+    ways = {"requeue": requeue, "chain": chain}
+    ways["auto"] = [*requeue, "# Requeueing is forbidden here: submit a new job.", *chain]
+    if way := ways.get(cluster.requeue):
+        lines += ['if [ "$code" = 85 ]; then', *(f"    {line}" for line in way), "fi"]
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
 def _closing(script: Script) -> str:
-    """Python command of the epilogue, inside the container if there is one."""
     start = shlex.join(["srun", "--nodes=1", "--ntasks=1", *_pyxis(script)]) + " " if _pyxis(script) else ""
     return start + _python(script)
-
-
-def _requeue(script: Script) -> list[str]:
-    requeue = ['scontrol requeue "$JOB" && exit 0']
-    task = "" if script.worlds is None else f' --array="${GROUP}"'
-    chain = [f'sbatch{task} --dependency="afterany:$JOB" "$RUN/job.sh"']
-    if script.resources.cluster.requeue == "auto":
-        return [*requeue, "# Requeueing is forbidden here: submit a new job.", *chain]
-    return requeue if script.resources.cluster.requeue == "requeue" else chain
 
 
 def _python(script: Script) -> str:

@@ -106,9 +106,12 @@ def ended_as(state: str, code: str) -> str:
 
 def ask(*command: str, timeout: float = TIMEOUT) -> str:
     """Output of a SLURM command. Raises UnreachableError if it is not installed, fails, or times out."""
+    # Without the variables that filter a user's own squeue, sacct and scancel.
+    filters = ("SQUEUE_", "SACCT_", "SCANCEL_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(filters)}
     try:
         answer = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=_environment()
+            command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=environment
         )
     except FileNotFoundError:
         raise UnreachableError(f"{command[0]} is not installed on this machine") from None
@@ -126,10 +129,8 @@ def in_a_sentence(stderr: str) -> str:
     for words, sentence in CAUSES.items():
         if words in stderr:
             return sentence
-    lines = [
-        re.sub(r"^\s*\w+: (?:(?:error|fatal): )?(?:Batch job submission failed: )?", "", line)
-        for line in stderr.splitlines()
-    ]
+    head = r"^\s*\w+: (?:(?:error|fatal): )?(?:Batch job submission failed: )?"
+    lines = [re.sub(head, "", line) for line in stderr.splitlines()]
     said = dict.fromkeys(text for line in lines if (text := " ".join(line.split()).rstrip(".")))
     return "; ".join([*said][:2])
 
@@ -145,7 +146,6 @@ _REFUSALS = {
 }
 """Remedy, and the command that lists alternatives, by words of sbatch."""
 MOST = 12
-"""Maximum number of listed alternatives."""
 
 
 def explain_refusal(stderr: str, asked: Sequence[str]) -> str:
@@ -175,12 +175,6 @@ def _alternatives(command: Sequence[str]) -> list[str]:
         for account, partition, many in rows
         for qos in many.split(",")
     ]
-
-
-def _environment() -> dict[str, str]:
-    """Environment without the variables that filter a user's own squeue, sacct and scancel."""
-    prefixes = ("SQUEUE_", "SACCT_", "SCANCEL_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
 _TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
@@ -226,12 +220,6 @@ def _task_exits(text: str) -> Iterator[TaskExit]:
         first = first and _TERMINATING.search(line) is None
         found = _TASKS.search(line)
         if found is not None and (message := found[2].strip()) != _TERMINATED:
-            for rank in _expand(found[1]):
-                yield TaskExit(rank, message, first)
-
-
-def _expand(ranks: str) -> Iterator[int]:
-    """Ranks of a list such as `0,4-7`."""
-    for part in ranks.split(","):
-        begin, _, end = part.partition("-")
-        yield from range(int(begin), int(end or begin) + 1)
+            for part in found[1].split(","):  # ranks, such as `0,4-7`
+                begin, _, end = part.partition("-")
+                yield from (TaskExit(rank, message, first) for rank in range(int(begin), int(end or begin) + 1))

@@ -1,7 +1,7 @@
 """sbatch submission of a job or job array through submitit: a script with a path, without pickles.
 
-Before sbatch is called, the intent is recorded in each run's attempts.jsonl, with a token that the job's comment has,
-too. After a crash in between, the token shows whether a job exists.
+Before sbatch is called, each run's attempts.jsonl gets the intent, with a token that the job's comment has, too. After
+a crash in between, the token shows whether a job exists.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,8 +36,7 @@ WAITING = 16
 
 
 def thread_map(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Apply `do` to each item in a thread pool; returns results in order or raises the first exception. Calls must not
-    share state."""
+    """Apply `do`, which shares no state, to each item in threads; returns results in order. Raises the first error."""
     with ThreadPoolExecutor(WAITING) as pool:
         return list(pool.map(do, items))
 
@@ -62,17 +61,13 @@ TIMED_OUT = 124
 """Exit code of `timeout` when the time is up."""
 
 
-class RejectedError(Exception):
-    """sbatch failed, with a message in one sentence. A job may still exist, if the connection broke afterwards."""
+class SbatchError(Exception):
+    """sbatch failed, timed out, or printed no job id. A job may exist, so SLURM is then asked for the token."""
 
-    def __init__(self, sentence: str, explanation: str) -> None:
+    def __init__(self, sentence: str, refusal: str = "") -> None:
         super().__init__(sentence)
-        self.explanation = explanation
-        """Lines for the user."""
-
-
-class UncertainError(Exception):
-    """sbatch timed out or printed no job id, so a job may exist. SLURM is then asked for the token."""
+        self.refusal = refusal
+        """Lines for the user if sbatch failed; a job still exists if only the connection broke afterwards."""
 
 
 def resources_of(plan: RunPlan) -> Resources:
@@ -93,40 +88,24 @@ def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
     ]
 
 
-@dataclass(frozen=True)
-class MissingWorlds:
-    """Worlds without a job, of a run that is training."""
-
-    token: str
-    """Submission token of its attempt."""
-    numbers: tuple[int, ...]
-
-
 class Batch:
-    """Job of one run, or job array of several runs with equal resources.
+    """Job of one run, or job array of several runs with equal resources; by default of all worlds, with a new token.
 
     The run folders must exist, and the caller must hold the submission lock.
     """
 
     def __init__(
-        self,
-        runs: Path,
-        plans: Sequence[RunPlan],
-        snapshot: CodeSnapshot,
-        missing: MissingWorlds | None = None,
-        token: str | None = None,
+        self, runs: Path, plans: Sequence[RunPlan], snapshot: CodeSnapshot, token: str = "", worlds: Sequence[int] = ()
     ) -> None:
         self.plans = plans
-        worlds = plans[0].layout.cluster.worlds
-        self._worlds = missing.numbers if missing else tuple(range(worlds)) if worlds > 1 else None
-        self.token = missing.token if missing else token or uuid.uuid4().hex[:12]
-        """Token in the job comment."""
+        count = plans[0].layout.cluster.worlds
+        self._worlds = tuple(worlds or range(count)) if count > 1 else None
+        self.token = token or uuid.uuid4().hex[:12]
         self.folder = submissions_folder(runs) / self.token
         """Submission folder; entries 0, 1, ... link to the run folders of an array."""
-        single = len(plans) == 1
-        first = plans[0]
+        single, first = len(plans) == 1, plans[0]
         self._script = Script(
-            name=_job_name(first) if single else first.experiment.experiment.name,
+            name=first.job_name if single else first.experiment.experiment.name,
             token=self.token,
             resources=resources_of(first),
             snapshot=snapshot,
@@ -158,7 +137,7 @@ class Batch:
                 link.symlink_to(folder.path, target_is_directory=True)
             single = replace(
                 self._script,
-                name=_job_name(plan),
+                name=plan.job_name,
                 token=self.token_of(index),
                 folder=str(folder.path),
                 array=None,
@@ -170,16 +149,14 @@ class Batch:
         """Add an attempt to every run; returns the attempt numbers."""
 
         def record(index: int) -> int:
-            plan = self.plans[index]
-            kind, token = plan.experiment.cluster.kind, self.token_of(index)
-            size = plan.layout.devices
+            plan, token = self.plans[index], self.token_of(index)
+            kind, size = plan.experiment.cluster.kind, plan.layout.devices
             return plan.folder.add_attempt(world_size=size, hosts=(), launched_by=kind, token=token).attempt
 
         return thread_map(record, range(len(self.plans)))
 
     def submit(self) -> list[str]:
-        """Call sbatch; returns the job id of each run. Raises RejectedError if sbatch fails, UncertainError if it times
-        out or prints no job id."""
+        """Call sbatch; returns the job id of each run. Raises SbatchError."""
         script, lock = self.folder / "job.sh", str(self.folder / "sbatch.lock")
         write_atomically(script, self.text, durable=False)
         # flock holds the lock while sbatch runs, even if this process is killed.
@@ -194,27 +171,24 @@ class Batch:
         except FailedJobError as error:
             ended = error.__cause__
             if not isinstance(ended, subprocess.CalledProcessError):
-                raise UncertainError("we cannot read what sbatch printed") from None
+                raise SbatchError("we cannot read what sbatch printed") from None
             if ended.returncode == TIMED_OUT:
-                raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
+                raise SbatchError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
             said = str(error) or f"sbatch ended with exit code {ended.returncode}"
-            raise RejectedError(in_a_sentence(said), explain_refusal(said, self._asked())) from None
+            ours = ("job-name", "comment", "signal", "requeue", "no-requeue", "open-mode", "output")
+            options = {option: value for option, value in sbatch_options(self._script) if option not in ours}
+            asked = [f"--{option}={value}" for option, value in options.items() if value is not None]
+            asked += self._script.resources.cluster.sbatch_args
+            raise SbatchError(in_a_sentence(said), explain_refusal(said, asked)) from None
         except FailedSubmissionError as error:
             printed = str(error).partition('"')[2].rpartition('"')[0]
-            raise UncertainError(f"sbatch printed no job id: {printed[:200]!r}") from None
+            raise SbatchError(f"sbatch printed no job id: {printed[:200]!r}") from None
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
-
-    def _asked(self) -> list[str]:
-        """Options of sbatch that request something."""
-        ours = ("job-name", "comment", "signal", "requeue", "no-requeue", "open-mode", "output")
-        found = {option: value for option, value in sbatch_options(self._script) if option not in ours}
-        asked = [f"--{option}={value}" for option, value in found.items() if value is not None]
-        return [*asked, *self._script.resources.cluster.sbatch_args]
 
 
 class _Executor(SlurmExecutor):
-    """submitit's SlurmExecutor with our batch script and command, without pickles. Its own folder is temporary, because
-    in your path it would replace `%j` and `%t`."""
+    """submitit's SlurmExecutor with our batch script and command, without pickles. Its folder is temporary, because in
+    your path it would replace `%j` and `%t`."""
 
     def __init__(self, folder: Path, text: str, command: list[str]) -> None:
         super().__init__(folder)
@@ -232,8 +206,7 @@ class _Executor(SlurmExecutor):
 
 
 def submissions_folder(runs: Path) -> Path:
-    """Folder of this user's submissions inside a folder of runs. Several users may share that, and SLURM runs what is
-    in this folder."""
+    """Folder of this user's submissions inside a folder of runs, which users may share: SLURM runs what is in it."""
     return runs / f".slurm-{os.geteuid()}"
 
 
@@ -242,13 +215,9 @@ def is_being_submitted(runs: Path, token: str) -> bool:
     return any(is_held(folder / token.partition("_")[0] / "sbatch.lock") for folder in runs.glob(".slurm-*"))
 
 
-def _job_name(plan: RunPlan) -> str:
-    return f"{plan.experiment.experiment.name}-{plan.run_id}"
-
-
 def _without_outer_jobs(script: Script) -> dict[str, str | None]:
     """Environment changes that unset variables of a job or launch around this process, and SBATCH_* variables that
-    would override an option of the script. Other SBATCH_* variables are defaults of the site or the user, and stay."""
+    would override an option of the script; others are defaults of the site or the user, and stay."""
     keep = {"SLURM_CONF", "SLURM_CLUSTERS"}
     options = [option for option, value in sbatch_options(script) if value is not None]
     options += [*RESERVED, "array", *map(long_name, script.resources.cluster.sbatch_args)]
@@ -260,8 +229,6 @@ def _without_outer_jobs(script: Script) -> dict[str, str | None]:
     }
     if "gpu" not in os.environ.get("SBATCH_GRES", ""):
         ours.discard("SBATCH_GRES")  # a default for other resources
-    return {
-        **outer_launch(),
-        **{name: None for name in os.environ if name in ours or name in GPUS},
-        **{name: None for name in os.environ if name.startswith("SLURM_") and name not in keep},
-    }
+    outer = [name for name in os.environ if name.startswith("SLURM_") and name not in keep]
+    outer += [name for name in os.environ if name in ours or name in GPUS]
+    return {**outer_launch(), **dict.fromkeys(outer)}

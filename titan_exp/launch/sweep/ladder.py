@@ -10,19 +10,9 @@ from functools import cache
 from titan_exp.config.devices import device_type
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.study import ladder as laws
 from titan_exp.config.study.labels import split_override
-from titan_exp.config.study.ladder import (
-    Ladder,
-    LadderRung,
-    batch_sequences,
-    lengths,
-    nanochat_batch,
-    nanochat_factors,
-    nearest_multiples,
-    olmo_batch,
-    olmo_rate,
-    set_by_ladder,
-)
+from titan_exp.config.study.ladder import Ladder, LadderRung
 from titan_exp.config.study.points import Point, last_wins
 from titan_exp.config.study.study import Study
 from titan_exp.launch.sweep.rounds import Finished, Rounds
@@ -53,26 +43,25 @@ class Shapes:
         for name, found in {"width": self._width, "depth": self._depth}.items():
             if missing := [key for key, value in found.items() if not value]:
                 here = [key for key in WIDTHS if self._value(key)] if name == "width" else []
-                raise UserError(
-                    f"{path}: ladder.{name}: model.{missing[0]} is not a whole number of this model. Use {name}: "
-                    f"[{', '.join(here)}]"
-                )
+                what = f"ladder.{name}: model.{missing[0]} is not a whole number of this model"
+                raise UserError(f"{path}: {what}. Use {name}: [{', '.join(here)}]")
 
     def at_multiple(self, multiple: Fraction, depth: Fraction | None = None) -> list[str]:
-        """Overrides of a size, with the depth's multiple if it is another. Raises UserError if the family cannot have
-        this width."""
+        """Overrides of a size; its depth may be another multiple. Raises UserError if the family cannot have it."""
         if reason := self._misfit(multiple):
             unit = math.gcd(*self._width.values())
             most = math.ceil(max(self.ladder.multiples or (multiple,)) * unit) + 2 * unit
             allowed = [each for j in range(1, min(most, 256) + 1) if not self._misfit(each := Fraction(j, unit))]
-            remedy = nearest_multiples(self.ladder.multiples or (multiple,), allowed) if allowed else "another width"
+            remedy = (
+                laws.nearest_multiples(self.ladder.multiples or (multiple,), allowed) if allowed else "another width"
+            )
             raise UserError(f"{self._path}: ladder.multiples: {multiple} of this model: {reason}. Use {remedy}")
         depth = depth or multiple
         return [*self._wide(multiple), *(f"model.{key}={max(1, round(v * depth))}" for key, v in self._depth.items())]
 
     def nearest(self, parameters: float) -> tuple[Fraction, Fraction]:
-        """Multiples of width and depth that give the shape within a tenth of a number of parameters that is most like
-        the model. Raises UserError if there is none."""
+        """Multiples of width and depth of the shape most like the model, within a tenth of a number of parameters.
+        Raises UserError if there is none."""
         unit, found = math.gcd(*self._width.values()), list[tuple[float, Fraction, Fraction, int]]()
         layers = next(iter(self._depth.values()), 1)
         for j in range(1, 8 * unit + 1):
@@ -89,10 +78,9 @@ class Shapes:
         if near := [shape for shape in found if abs(shape[-1] / parameters - 1) <= TOLERANCE]:
             return min(near)[1:3]
         counts = sorted((shape[-1] for shape in found), key=lambda count: abs(count - parameters))[:3]
-        raise UserError(
-            f"{self._path}: ladder.parameters: no shape of this model has {format_count(parameters)} non-embedding "
-            f"parameters, within {TOLERANCE:.0%}. Use {listed(sorted(counts))} instead"
-        )
+        wanted = f"{format_count(parameters)} non-embedding parameters, within {TOLERANCE:.0%}"
+        what = f"ladder.parameters: no shape of this model has {wanted}"
+        raise UserError(f"{self._path}: {what}. Use {listed(sorted(counts))} instead")
 
     def count(self, overrides: Sequence[str]) -> int:
         """Non-embedding parameters."""
@@ -102,22 +90,16 @@ class Shapes:
         """Spec of the model with overrides. Raises UserError if its class has none."""
         model = self._compose(tuple(overrides)).model
         if (found := model_spec(model)) is None:
-            raise UserError(
-                f"{self._path}: model.architecture={model.architecture} has no spec, so that a ladder cannot count its "
-                "parameters. Give its module a spec(config), or use a built-in family."
-            )
+            what = f"model.architecture={model.architecture} has no spec, so that a ladder cannot count its parameters"
+            raise UserError(f"{self._path}: {what}. Give its module a spec(config), or use a built-in family.")
         return found
 
     def _wide(self, multiple: Fraction) -> list[str]:
         return [f"model.{key}={value * multiple}" for key, value in self._width.items()]
 
     def _misfit(self, multiple: Fraction) -> str:
-        broken = [
-            f"model.{key}={v} gives {float(v * multiple):g}"
-            for key, v in self._width.items()
-            if v % multiple.denominator
-        ]
-        if broken:
+        odd = {key: value for key, value in self._width.items() if value % multiple.denominator}
+        if broken := [f"model.{key}={value} gives {float(value * multiple):g}" for key, value in odd.items()]:
             return f"{listed(broken, 'and')}, which is not a whole number"
         found = next(family_violations(self._compose(tuple(self._wide(multiple))).model), None)
         return "" if found is None else f"{found.field}={found.value}: {found.reason}"
@@ -133,10 +115,8 @@ class Shapes:
 class LadderRounds(Rounds):
     """One round of all runs, or with branches a round of trunks and one of the shorter runs that branch off them.
 
-    `arms` are the points of the study at the model's own size. A rung is the same for both of them: its parameters,
-    tokens, batch and rate are the baseline's.
-
-    Raises UserError if the model cannot have a size, or the study sets what the ladder sets.
+    `arms` are the points of the study at the model's own size. A rung has the baseline's parameters, tokens, batch and
+    rate. Raises UserError if the model cannot have a size, or the study sets what the ladder sets.
     """
 
     def __init__(self, study: Study, arms: Sequence[Point], baseline: str | None, compose: Compose) -> None:
@@ -147,18 +127,19 @@ class LadderRounds(Rounds):
         first = {point.variant: point for point in reversed(arms)}
         self.baseline = baseline or arms[0].variant
         self.arm = "" if self.baseline == NOTHING else self.baseline
-        """Baseline as in records."""
         self._require(first, compose(first[self.baseline]))
-        shapes = {variant: Shapes(self.ladder, _with(compose, point), self.path) for variant, point in first.items()}
+
+        def with_more(point: Point) -> Callable[[tuple[str, ...]], Experiment]:
+            return lambda more: compose(replace(point, overrides=last_wins([*point.overrides, *more])))
+
+        shapes = {variant: Shapes(self.ladder, with_more(point), self.path) for variant, point in first.items()}
         rungs = list(self._rungs(shapes))
         self.all = [_at(point, *rung[point.variant]) for rung in rungs for point in arms]
         """Points of all rounds; branches without their parent."""
         self.row = _at(first[self.baseline], *rungs[-len(self.ladder.tokens_per_parameter)][self.baseline]).variant
         """Longest run of the baseline at the largest size."""
-        self.keys = tuple(
-            dict.fromkeys(split_override(text)[0] for rung in rungs for _, texts in rung.values() for text in texts)
-        )
-        """Keys that the rungs set."""
+        set_keys = [split_override(text)[0] for rung in rungs for _, texts in rung.values() for text in texts]
+        self.keys = tuple(dict.fromkeys(set_keys))
         super().__init__([point for point in self.all if point.round == 1])
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:
@@ -168,13 +149,10 @@ class LadderRounds(Rounds):
         trunks = {
             _trunk(entry.point): "/".join(path.parts[-2:])
             for entry in finished[0].plan.planned
-            if math.isfinite(finished[0].values[path := entry.plan.folder.path])
+            if math.isfinite(finished[0].values[path := entry.path])
         }
-        return [
-            replace(point, overrides=(*point.overrides, f"{PARENT}={trunks[_trunk(point)]}"))
-            for point in self.all
-            if point.round == 2 and _trunk(point) in trunks
-        ]
+        branches = [(point, trunks.get(_trunk(point))) for point in self.all if point.round == 2]
+        return [replace(point, overrides=(*point.overrides, f"{PARENT}={trunk}")) for point, trunk in branches if trunk]
 
     def result(self, finished: Finished) -> str:
         """Number of runs that have ended."""
@@ -198,11 +176,9 @@ class LadderRounds(Rounds):
             row += [f"{rung.tokens:,}", f"{rung.steps:,}", f"{rung.sequences:,}", f"{rung.flops:.3g}"]
             rows.append([*row, str(devices or "-"), format_duration(took) if math.isfinite(took) else "-"])
             share = runs * (rung.steps - rung.begins) / rung.steps
-            hours, flops, tokens = (
-                hours + runs * took * devices / 3600,
-                flops + share * rung.flops,
-                tokens + share * rung.tokens,
-            )
+            hours += runs * took * devices / 3600
+            flops += share * rung.flops
+            tokens += share * rung.tokens
         heads = ["size", "length", *["arm"] * with_arm, "runs", "parameters N", "tokens D", "steps", "batch", "FLOPs C"]
         trained = f"{format_items(len(self.all), 'run')}, {format_count(tokens)} tokens, {flops:.3g} FLOPs"
         line = f"This ladder costs {hours:.3g} GPU-hours: {trained}."
@@ -224,15 +200,11 @@ class LadderRounds(Rounds):
                 steps, begins, sequences, settings = self._settings(base.base, parameters, number)
                 per, tokens = str(ladder.tokens_per_parameter[number]), steps * sequences * seq_len
                 rung = LadderRung(name, per, "", parameters, tokens, 0.0, begins, steps, sequences)
-                arms = {
-                    variant: replace(
-                        rung,
-                        arm="" if variant == NOTHING else variant,
-                        flops_per_token=spec.flops_per_token(seq_len),
-                    )
-                    for variant, spec in specs.items()
-                }
-                yield {variant: (arm, [*of_size[variant], *settings]) for variant, arm in arms.items()}
+                arms = dict[str, tuple[LadderRung, list[str]]]()
+                for variant, spec in specs.items():
+                    arm, flops = "" if variant == NOTHING else variant, spec.flops_per_token(seq_len)
+                    arms[variant] = replace(rung, arm=arm, flops_per_token=flops), [*of_size[variant], *settings]
+                yield arms
 
     def _settings(self, base: Experiment, parameters: int, number: int) -> tuple[int, int, int, list[str]]:
         """Steps, step of the branch, sequences and overrides of a length, the longest being the last."""
@@ -240,18 +212,20 @@ class LadderRounds(Rounds):
         per, sequences, overrides = ladder.tokens_per_parameter, training.global_batch_size, list[str]()
         warmup = None
         if ladder.rule == "olmo":
-            sequences = batch_sequences(olmo_batch(parameters), training.seq_len)
+            sequences = laws.batch_sequences(laws.olmo_batch(parameters), training.seq_len)
             warmup = max(1, round(parameters / (sequences * training.seq_len)))
-            overrides += [f"optimizer.lr={olmo_rate(parameters):.4g}"]
+            overrides += [f"optimizer.lr={laws.olmo_rate(parameters):.4g}"]
         if ladder.rule == "nanochat":
             tokens = float(per[number] * parameters)
-            sequences = batch_sequences(nanochat_batch(tokens), training.seq_len)
-            rate, decay = nanochat_factors(sequences * training.seq_len, tokens)
+            sequences = laws.batch_sequences(laws.nanochat_batch(tokens), training.seq_len)
+            rate, decay = laws.nanochat_factors(sequences * training.seq_len, tokens)
             overrides += [f"optimizer.lr={optimizer.lr * rate:.4g}"]
             overrides += [f"optimizer.weight_decay={optimizer.weight_decay * decay:.4g}"]
         overrides += [f"training.global_batch_size={sequences}"] * (ladder.rule != "none")
         share = schedule.decay_steps / max(1, training.steps)
-        found = lengths(parameters, per if ladder.branches else per[number:][:1], sequences * training.seq_len, share)
+        found = laws.lengths(
+            parameters, per if ladder.branches else per[number:][:1], sequences * training.seq_len, share
+        )
         steps, begins = found.steps[number if ladder.branches else 0], 0
         if ladder.branches:
             if warmup is None:
@@ -271,24 +245,21 @@ class LadderRounds(Rounds):
         return steps, begins, sequences, [f"training.steps={steps}", *overrides]
 
     def _require(self, first: Mapping[str, Point], base: Experiment) -> None:
-        """Raise UserError if the study and its ladder do not fit together."""
         ladder, schedule, training = self.ladder, base.lr_schedule, base.training
+        unstable = schedule.warmup_steps + schedule.decay_steps
         keys = [split_override(text)[0] for point in first.values() for text in point.overrides]
-        refusal = set_by_ladder(ladder, keys)
+        refusal = laws.set_by_ladder(ladder, keys)
         if len(first) > 2:
             refusal = (
                 f"a ladder compares a baseline with one candidate, and this study has {len(first)} points "
                 f"({listed(list(first)[:4], 'and')}). Leave two, or write a study for each candidate"
             )
         elif training.batch_ramp:
-            refusal = (
-                "training.batch_ramp changes the tokens of a step, which a ladder counts. Use training.batch_ramp=[]"
-            )
+            what = "training.batch_ramp changes the tokens of a step, which a ladder counts"
+            refusal = f"{what}. Use training.batch_ramp=[]"
         elif ladder.rule != "none" and (name := base.parametrization.name) != "standard":
             refusal = f"rule: {ladder.rule} and parametrization={name} both scale the learning rate. Use rule: none"
-        elif ladder.branches and (
-            schedule.cycles > 1 or schedule.warmup_steps + schedule.decay_steps >= training.steps - 1
-        ):
+        elif ladder.branches and (schedule.cycles > 1 or unstable >= training.steps - 1):
             refusal = "branches need a rate that is stable before one decay at the end. Use lr_schedule=wsd"
         elif ladder.branches and base.checkpoint.mode == "off":
             refusal = "checkpoint.mode=off: the longest runs save nothing to branch off. Use checkpoint=async"
@@ -296,12 +267,7 @@ class LadderRounds(Rounds):
             raise UserError(f"{self.path}: {refusal}")
 
 
-def _with(compose: Compose, point: Point) -> Callable[[tuple[str, ...]], Experiment]:
-    return lambda more: compose(replace(point, overrides=last_wins([*point.overrides, *more])))
-
-
 def _at(point: Point, rung: LadderRung, overrides: Sequence[str]) -> Point:
-    """Point of the study at a rung."""
     variant = " ".join(filter(None, [rung.scale, f"tokens={rung.per_parameter}N", rung.arm]))
     label = variant if point.seed is None else f"{variant} seed={point.seed}"
     facts = point.facts | {RUNG: f"{rung.scale.partition('=')[2]} {rung.per_parameter}N"}
@@ -310,18 +276,16 @@ def _at(point: Point, rung: LadderRung, overrides: Sequence[str]) -> Point:
 
 
 def _trunk(point: Point) -> tuple[str, str, int | None]:
-    """Scale, arm and seed, which runs of a trunk share."""
     assert point.rung is not None
     return point.rung.scale, point.rung.arm, point.seed
 
 
 def _step_seconds(planned: Mapping[tuple[str, str], PlannedPoint]) -> dict[tuple[str, str], float]:
-    """Predicted seconds of a step, for devices whose rates the planner knows."""
     asked = {key: entry.plan for key, entry in planned.items() if device_type(entry.plan.experiment.cluster) == "cuda"}
     found: dict[tuple[str, str], float] = {}
     for key, plan in asked.items():
         wanted = replace(plan.experiment, plan=replace(plan.experiment.plan, predict="always"))
-        (check,) = check_memory([wanted], plan.folder.path.parents[1], lambda _: None)
+        (check,) = check_memory([wanted], plan.runs, lambda _: None)
         if check.prediction is not None and check.prediction.step_seconds is not None:
             found[key] = check.prediction.step_seconds
     return found

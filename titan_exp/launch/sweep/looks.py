@@ -12,18 +12,16 @@ from titan_exp.config.schema.data_sets import BITS, OF_THE_RUN, validation_docum
 from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.points import NAME, Point, baseline_of, folder_name, study_points
 from titan_exp.config.study.study import Direction, Pairs, Study
-from titan_exp.launch.evidence import paired_differences
-from titan_exp.launch.registration import Registration
-from titan_exp.launch.requests import gpu_hours
+from titan_exp.launch.evidence import PairedRun, Standing, losing, paired_differences, standing_of
+from titan_exp.launch.ledger import Registration
+from titan_exp.launch.memory_gate import gpu_hours
 from titan_exp.launch.run_plan import run_id
-from titan_exp.launch.standing import PairedRun, Standing, losing, standing_of
 from titan_exp.launch.sweep.rounds import Finished, Rounds, common_set
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import column_of, read_last_values
 from titan_exp.tracking.run_folder.run import read_history
-from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def drawn_seeds(name: str, candidate: str, baseline: str, number: int) -> tuple[int, ...]:
@@ -41,8 +39,8 @@ def drawn_seeds(name: str, candidate: str, baseline: str, number: int) -> tuple[
 class Looks(Rounds):
     """Looks at a candidate and a baseline, given by variant, whose points have every seed of every pair.
 
-    A round has the pairs up to a look. Both runs of a pair have its seed, thus the same initial weights and data order
-    as far as their configurations agree, and no two pairs share one.
+    A round has the pairs up to a look. Both runs of a pair have its seed, thus, as far as their configurations agree,
+    the same initial weights and data order.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Looks(Rounds):
         """Points of the next look; none once the question is decided."""
         if not finished:
             return self.first
-        whole = sum((round.plan for round in finished), SweepPlan((), (), ()))
+        whole = sum((round.plan for round in finished), SweepPlan())
         return self._look(len(finished)) if self.standing(whole).outcome == "continue" else []
 
     def check(self, plan: SweepPlan) -> None:
@@ -93,10 +91,8 @@ class Looks(Rounds):
         if differing == ["tokenizer"]:
             _, slash, name = self.metric.partition("/")
             group, remedy = "data", f"Ask about {BITS}{slash}{name}, which is of the same text in every tokenizer."
-        raise UserError(
-            f"{group}.{differing[0]} differs between {candidate} and {baseline}, so that {self.metric} is of two "
-            f"validation sets. {remedy}"
-        )
+        what = f"{group}.{differing[0]} differs between {candidate} and {baseline}"
+        raise UserError(f"{what}, so that {self.metric} is of two validation sets. {remedy}")
 
     def result(self, finished: Finished) -> str:
         """Number of the look."""
@@ -111,8 +107,12 @@ class Looks(Rounds):
         lines = [
             f"{candidate} against {baseline}: looks {self.registration.when}, with an error rate of "
             f"{100 * self.pairs.alpha:.3g} % over all. This is look {number} of at most {most}{early}.",
-            self._runs_in_total(plan),
         ]
+        asked = {entry.point.variant: gpu_hours(entry.plan) for entry in plan.planned}
+        asking, pairs = [value for value in asked.values() if value is not None], self.pairs.ends[-1]
+        whole = f", which ask for {pairs * sum(asking):,.1f} GPU-hours" if len(asking) == 2 else ""
+        runs = f"This look has {len(plan.planned)} runs"
+        lines.append(f"{runs}. All {pairs} pairs together have {2 * pairs} runs{whole}.")
         models = [entry.plan.experiment.model for entry in plan.planned[:2]]
         if len(models) == 2 and models[0] != models[1]:
             lines.append(
@@ -121,20 +121,9 @@ class Looks(Rounds):
             )
         return lines
 
-    def _runs_in_total(self, plan: SweepPlan) -> str:
-        """Sentence about the runs, and GPU-hours asked, of a look and of all pairs."""
-        pairs = self.pairs.ends[-1]
-        asked = {entry.point.variant: gpu_hours(entry.plan) for entry in plan.planned}
-        asking = [value for value in asked.values() if value is not None]
-        whole = f", which ask for {pairs * sum(asking):,.1f} GPU-hours" if len(asking) == 2 else ""
-        return f"This look has {len(plan.planned)} runs. All {pairs} pairs together have {2 * pairs} runs{whole}."
-
     def hopeless(self, plan: SweepPlan) -> str:
-        """Reason for dropping the candidate before the next look; empty if there is none.
-
-        Pairs whose runs have not both ended count at their last equal step, in the second half of equal schedules. A
-        difference within a run drops the candidate at most, and never speaks for it.
-        """
+        """Reason for dropping the candidate before the next look; empty if there is none. Pairs whose runs have not
+        both ended count at their last equal step, in the second half of equal schedules, but never speak for it."""
         if not self.pairs.futility:
             return ""
         runs, gains = {(entry.point.variant, entry.point.seed): entry for entry in plan.planned}, list[float]()
@@ -164,11 +153,13 @@ class Looks(Rounds):
         return [replace(self._points[pair], round=number + 1) for pair in pairs]
 
     def _run(self, entry: PlannedPoint) -> PairedRun:
-        """Run of a point; one that has ended is read once."""
         folder = entry.plan.folder
         if folder.path not in self._ended:
             value = self.values(SweepPlan((entry,), (), ())).get(folder.path)
-            run = PairedRun(value, int(read_last_values(folder.metrics).get("tokens") or 0), _seconds(folder))
+            attempts, seconds = folder.read_attempts(), None  # unknown while the times of an attempt are
+            if attempts and not any(row.start is None or row.end is None for row in attempts):
+                seconds = sum((row.end - row.start) * row.world_size for row in attempts if row.start and row.end)
+            run = PairedRun(value, int(read_last_values(folder.metrics).get("tokens") or 0), seconds)
             if value is None:
                 return run
             self._ended[folder.path] = run
@@ -179,9 +170,10 @@ class Looks(Rounds):
         training, spec = baseline.training, model_spec(baseline.model)
         _, data = validation_documents(baseline, self.metric)
         documents = "all" if data["validation_documents"] is None else data["validation_documents"]
+        arms = [replace(each, experiment=replace(each.experiment, seed=0)) for each in (candidate, baseline)]
         return Registration(
             *self.variants,
-            arms=(_without_seed(candidate), _without_seed(baseline)),
+            arms=(run_id(arms[0]), run_id(arms[1])),
             metric=self.metric,
             better=self.better,
             validation=f"{data['dataset'] or data['source']}, {documents} documents",
@@ -197,17 +189,13 @@ class Looks(Rounds):
 
 
 def looks_of(study: Study, size: str, fixed: Sequence[str], better: Direction) -> Looks:
-    """Looks of a study with pairs, whose two points may have been narrowed by typed overrides.
-
-    Raises:
-        UserError: there are more or fewer than two points, the baseline is none of them, or seeds were typed.
-    """
+    """Looks of a study with pairs, whose points typed overrides may have narrowed. Raises UserError if they are not
+    two, or the baseline is none of them, or seeds were typed."""
     assert study.pairs is not None
     if study.seeds:
-        raise UserError(
-            f"experiment.seed={','.join(map(str, study.seeds))}: the pairs of {study.path} draw their seeds. Leave it "
-            "out; another name of the study has other seeds."
-        )
+        typed = f"experiment.seed={','.join(map(str, study.seeds))}"
+        remedy = "Leave it out; another name of the study has other seeds."
+        raise UserError(f"{typed}: the pairs of {study.path} draw their seeds. {remedy}")
     points = [point for point in study_points(study, size, fixed) if point.excluded is None]
     variants = [point.variant for point in points]
     if len(variants) != 2:
@@ -226,35 +214,19 @@ def looks_of(study: Study, size: str, fixed: Sequence[str], better: Direction) -
     return Looks(study.pairs, better, (candidate, baseline), seeds, by_pair)
 
 
-def _without_seed(experiment: Experiment) -> str:
-    return run_id(replace(experiment, experiment=replace(experiment.experiment, seed=0)))
-
-
 def _at_equal_step(pair: Sequence[PlannedPoint], metric: str) -> list[float]:
     """Metric of both runs of a pair at the last step that both have logged it; empty before half of the run, and if
     their schedules differ, so that no step is the same phase of both."""
-    phases = [
-        (one.lr_schedule, one.training.steps, one.training.seq_len, one.training.global_batch_size)
-        for one in (entry.plan.experiment for entry in pair)
-    ]
+    runs = [(entry.plan.experiment.lr_schedule, entry.plan.experiment.training) for entry in pair]
+    phases = [(rates, one.steps, one.seq_len, one.global_batch_size) for rates, one in runs]
     if len(pair) != 2 or phases[0] != phases[1]:
         return []
-    logged = [_logged(entry.plan.folder, metric) for entry in pair]
+    logged = list[dict[int, float]]()
+    for folder in (entry.plan.folder for entry in pair):
+        rows = read_history(folder.path) if folder.metrics.exists() else []
+        values = zip(column_of(rows, "step"), column_of(rows, metric), strict=True)
+        known = [(step, float(value)) for step, value in values if value is not None]
+        logged.append({int(step or 0): value for step, value in known if isfinite(value)})
     last = max(logged[0].keys() & logged[1].keys(), default=0)
     half = pair[0].plan.experiment.training.steps / 2
     return [values[last] for values in logged] if last >= half else []
-
-
-def _logged(folder: RunFolder, metric: str) -> dict[int, float]:
-    """Finite values of a metric by step."""
-    rows = read_history(folder.path) if folder.metrics.exists() else []
-    values = zip(column_of(rows, "step"), column_of(rows, metric), strict=True)
-    return {int(step or 0): float(value) for step, value in values if value is not None and isfinite(float(value))}
-
-
-def _seconds(folder: RunFolder) -> float | None:
-    """Seconds times processes of all ended attempts; None if one's times are unknown."""
-    attempts = folder.read_attempts()
-    if not attempts or any(row.start is None or row.end is None for row in attempts):
-        return None
-    return sum((row.end - row.start) * row.world_size for row in attempts if row.start and row.end)

@@ -17,7 +17,7 @@ from titan_exp.config.schema.foreign_code import described
 from titan_exp.config.study.labels import text_of
 from titan_exp.config.study.points import Point
 from titan_exp.config.study.study import Choice, Direction, Halving, Range, Search
-from titan_exp.launch.registration import Registration
+from titan_exp.launch.ledger import Registration
 from titan_exp.launch.run_lookup import RoundsRecord
 from titan_exp.launch.sweep.sweep_plan import SweepPlan
 from titan_exp.tracking.display import format_items
@@ -26,27 +26,22 @@ from titan_exp.tracking.run_folder.run import read_history
 from titan_exp.tracking.run_folder.run_folder import RunFolder, has_diverged
 
 if TYPE_CHECKING:
-    from titan_exp.launch.standing import Standing  # imports NumPy, which other studies need not
+    from titan_exp.launch.evidence import Standing  # imports NumPy, which other studies need not
 
 REPEATS = 200
 """Draws per wanted point; more would mean that the ranges have hardly any other point."""
 
 
 def drawn_choices(search: Search) -> tuple[Choice, ...]:
-    """Distinct points of a `random` or `sobol` search. The first points do not depend on the number of points.
-
-    Raises:
-        UserError: the ranges have fewer distinct points.
-    """
+    """Distinct points of a `random` or `sobol` search; the first ones do not depend on their number. Raises UserError
+    if the ranges have fewer."""
     found: dict[Choice, None] = {}
     for row in _rows(search):
         found.setdefault(choice_at(search, [one.value(u) for one, u in zip(search.ranges.values(), row, strict=True)]))
         if len(found) == search.points:
             return tuple(found)
-    raise UserError(
-        f"search.points={search.points}: these ranges have only {len(found)} different points. Ask for fewer, or "
-        "widen the ranges."
-    )
+    less = f"search.points={search.points}: these ranges have only {len(found)} different points"
+    raise UserError(f"{less}. Ask for fewer, or widen the ranges.")
 
 
 def choice_at(search: Search, values: Sequence[str]) -> Choice:
@@ -73,40 +68,44 @@ def _rows(search: Search) -> Iterator[list[float]]:
 
 
 def next_batch(search: Search, better: Direction, results: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
-    """Propose the batch that follows `results`, all points so far with their metric; empty at the end.
-
-    A diverged point has an infinite metric.
-
-    Raises:
-        UserError: Optuna is not installed, or finds too few new points.
-    """
+    """Propose the batch that follows `results`, all points so far with their metric, infinite if diverged; empty at the
+    end. Raises UserError if Optuna is not installed, or finds too few new points."""
     wanted = min(search.batch or search.points, search.points - len(results))
     if wanted <= 0:
         return ()
     optuna = import_optuna()
-    distributions = {key: _distribution(optuna, one) for key, one in search.ranges.items()}
+
+    def distribution(one: Range) -> Any:
+        if one.choice:
+            return optuna.distributions.CategoricalDistribution(one.choice)
+        if one.integer:
+            return optuna.distributions.IntDistribution(*one.integer)
+        return optuna.distributions.FloatDistribution(*one.bounds, log=one.kind == "log_uniform")
+
+    distributions = {key: distribution(one) for key, one in search.ranges.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=search.seed + len(results), constant_liar=True)
     direction = "minimize" if better == "min" else "maximize"
     study = optuna.create_study(sampler=sampler, direction=direction)
+    convert = {"choice": str, "integer": int, "uniform": float, "log_uniform": float}
     for choice, value in results:
-        params = _params(search, choice)
+        texts = zip(search.ranges.items(), choice.overrides, strict=True)
+        params = {key: convert[one.kind](text.partition("=")[2]) for (key, one), text in texts}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
     known, found = {choice for choice, _ in results}, dict[Choice, None]()
     for _ in range(search.points * REPEATS):
-        params = study.ask(distributions).params
-        choice = choice_at(
-            search, [params[key] if one.choice else one.text(params[key]) for key, one in search.ranges.items()]
-        )
+        asked = study.ask(distributions).params
+        values = [asked[key] if one.choice else one.text(asked[key]) for key, one in search.ranges.items()]
+        choice = choice_at(search, values)
         if choice not in known:
             found.setdefault(choice)
         if len(found) == wanted:
             return tuple(found)
-    raise UserError(
-        f"search.points={search.points}: Optuna finds only {len(known) + len(found)} different points in these ranges. "
-        "Ask for fewer, or widen the ranges."
+    less = (
+        f"search.points={search.points}: Optuna finds only {len(known) + len(found)} different points in these ranges"
     )
+    raise UserError(f"{less}. Ask for fewer, or widen the ranges.")
 
 
 def import_optuna() -> Any:
@@ -114,27 +113,10 @@ def import_optuna() -> Any:
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:
-        raise UserError(
-            "search.method=optuna: the package optuna is not installed. Type pip install 'titan_exp[optuna]', or use "
-            "search.method=sobol, which needs nothing more."
-        ) from None
+        remedy = "Type pip install 'titan_exp[optuna]', or use search.method=sobol, which needs nothing more."
+        raise UserError(f"search.method=optuna: the package optuna is not installed. {remedy}") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
-
-
-def _distribution(optuna: Any, one: Range) -> Any:
-    if one.choice:
-        return optuna.distributions.CategoricalDistribution(one.choice)
-    if one.integer:
-        return optuna.distributions.IntDistribution(*one.integer)
-    return optuna.distributions.FloatDistribution(*one.bounds, log=one.kind == "log_uniform")
-
-
-def _params(search: Search, choice: Choice) -> Mapping[str, Any]:
-    """Values of a point in Optuna's terms."""
-    values = [text.partition("=")[2] for text in choice.overrides]
-    convert = {"choice": str, "integer": int, "uniform": float, "log_uniform": float}
-    return {key: convert[one.kind](value) for (key, one), value in zip(search.ranges.items(), values, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -149,7 +131,7 @@ class Finished:
         """Mean over seeds of each variant, best first; ties keep the study's order."""
         found: dict[str, list[float]] = {}
         for entry in self.plan.planned:
-            found.setdefault(entry.point.variant, []).append(self.values[entry.plan.folder.path])
+            found.setdefault(entry.point.variant, []).append(self.values[entry.path])
         sign = 1 if better == "min" else -1
         means = {variant: fmean(values) for variant, values in found.items()}
         return dict(sorted(means.items(), key=lambda item: sign * item[1]))
@@ -176,10 +158,9 @@ class Rounds:
         """Check the runs of a round. Raises UserError if later rounds could not build on them."""
         for entry in plan.planned if self.metric.startswith("validation") else ():
             if not entry.plan.experiment.evaluation.enabled:
-                raise UserError(
-                    f"[{entry.point.label}] with evaluation.every=0 no run logs {self.metric}. Evaluate at "
-                    "least at the end, for example with evaluation.every=1000, or rank by metric: loss."
-                )
+                remedy = "Evaluate at least at the end, for example with evaluation.every=1000, or rank by metric: loss"
+                what = f"[{entry.point.label}] with evaluation.every=0 no run logs {self.metric}"
+                raise UserError(f"{what}. {remedy}.")
         require_logged(self.metric, plan, by_all=True)
 
     def result(self, finished: Finished) -> str:
@@ -211,8 +192,7 @@ class Rounds:
         return {}
 
     def values(self, plan: SweepPlan) -> dict[Path, float]:
-        """Metric of each run that is done or has diverged, by its folder. Raises UserError if a done run never logged
-        it."""
+        """Metric of each done or diverged run, by its folder. Raises UserError if a done run never logged it."""
         if not self.metric:
             return {}
         worst = math.inf if self.better == "min" else -math.inf
@@ -241,10 +221,9 @@ def require_logged(metric: str, plan: SweepPlan, *, by_all: bool) -> None:
         return
     label, (logged, data) = next(iter(lacks.items()))
     offer = did_you_mean(metric, logged)
-    raise UserError(
-        f"metric {metric}: [{label}] will not log it. It logs {listed(logged, 'and')}. {offer[:1].upper()}{offer[1:]}"
-        f"{' Or ' if offer else ''}{'give' if offer else 'Give'} all points {common_set(data)}"
-    )
+    remedy = f"{offer[:1].upper()}{offer[1:]} Or give" if offer else "Give"
+    said = f"metric {metric}: [{label}] will not log it. It logs {listed(logged, 'and')}"
+    raise UserError(f"{said}. {remedy} all points {common_set(data)}")
 
 
 def common_set(data: DataConfig) -> str:
@@ -270,10 +249,7 @@ def _metric_of(folder: RunFolder, metric: str) -> float:
 
 
 class Batches(Rounds):
-    """Batches of a search; `expand` makes points from the choices so far, including seeds.
-
-    Raises UserError if Optuna is not installed.
-    """
+    """Batches of a search; `expand` makes points from the choices so far, including seeds."""
 
     def __init__(self, search: Search, better: Direction, expand: Callable[[Sequence[Choice]], list[Point]]) -> None:
         import_optuna()
@@ -286,11 +262,14 @@ class Batches(Rounds):
         """Points of the next batch."""
         if not finished:
             return self.first
-        results = [
-            (choice, value)
-            for batch, round in zip(self._proposed, finished, strict=False)
-            for choice, value in self._results(batch, round)
-        ]
+        results, worst = list[tuple[Choice, float]](), math.inf if self.better == "min" else -math.inf
+        for batch, round in zip(self._proposed, finished, strict=False):
+            # The mean over seeds of each choice; one that could not run gets the worst value.
+            found: dict[Choice, list[float]] = {choice: [] for choice in batch}
+            for entry in (*round.plan.planned, *round.plan.duplicates):
+                choice = next(choice for choice in batch if set(choice.overrides) <= set(entry.point.overrides))
+                found[choice].append(round.values[entry.path])
+            results += [(choice, fmean(values) if values else worst) for choice, values in found.items()]
         del self._proposed[len(finished) :]
         self._proposed.append(next_batch(self.search, self.better, results))
         before = sum(map(len, self._proposed[:-1]))
@@ -308,33 +287,17 @@ class Batches(Rounds):
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
         """Number of points that are still to be proposed."""
-        known = sum(map(len, self._proposed))
-        left = self.search.points - known
-        if not left:
+        if not (left := self.search.points - sum(map(len, self._proposed))):
             return []
-        return [
-            (
-                f"The search proposes {format_items(left, 'more point')} from the results of these, in batches of "
-                f"{self.search.batch}."
-            )
-        ]
+        points = format_items(left, "more point")
+        return [f"The search proposes {points} from the results of these, in batches of {self.search.batch}."]
 
     def record(self) -> RoundsRecord:
         """Metric and direction."""
         return {"metric": self.metric, "better": self.better}
 
-    def _results(self, batch: Sequence[Choice], round: Finished) -> list[tuple[Choice, float]]:
-        """Mean over seeds of each choice in a batch; a choice that could not run gets the worst value."""
-        worst = math.inf if self.better == "min" else -math.inf
-        found: dict[Choice, list[float]] = {choice: [] for choice in batch}
-        for entry in (*round.plan.planned, *round.plan.duplicates):
-            choice = next(choice for choice in batch if set(choice.overrides) <= set(entry.point.overrides))
-            found[choice].append(round.values[entry.plan.folder.path])
-        return [(choice, fmean(values) if values else worst) for choice, values in found.items()]
-
 
 SHOWN = 6
-"""Points listed by name."""
 
 
 class Rungs(Rounds):
@@ -350,11 +313,8 @@ class Rungs(Rounds):
             return [] if finished else self.first
         before, rung = finished[-1], len(finished)
         kept = self._survivors(before)
-        parents = {entry.plan.folder.path: entry for entry in before.plan.planned if entry.point.variant in kept}
-        return [
-            self._at(entry.point, rung, f"checkpoint.continue_from={'/'.join(path.parts[-2:])}")
-            for path, entry in parents.items()
-        ]
+        parents = [entry for entry in before.plan.planned if entry.point.variant in kept]
+        return [self._at(entry.point, rung, f"checkpoint.continue_from={entry.plan.name}") for entry in parents]
 
     def check(self, plan: SweepPlan) -> None:
         """Check that the metric is logged, that rungs lie within the run, and that survivors have checkpoints."""
@@ -363,22 +323,19 @@ class Rungs(Rounds):
             training, checkpoint = entry.plan.experiment.training, entry.plan.experiment.checkpoint
             steps, name = self.halving.steps(training.steps), f"[{entry.point.label}]"
             if steps[-1] != training.steps:
-                raise UserError(
-                    f"{name} halving.rungs: the last rung is step {steps[-1]}, and training.steps={training.steps}. "
-                    f"Set training.steps={steps[-1]}, since every rung has the learning rates of the whole run."
-                )
+                what = f"the last rung is step {steps[-1]}, and training.steps={training.steps}"
+                remedy = f"Set training.steps={steps[-1]}, since every rung has the learning rates of the whole run."
+                raise UserError(f"{name} halving.rungs: {what}. {remedy}")
             if any(later <= earlier for earlier, later in pairwise(steps)):
-                raise UserError(
-                    f"{name} halving.rungs: with {training.steps} steps the rungs end at {steps}. Give rungs "
-                    "that increase."
-                )
+                ends = f"with {training.steps} steps the rungs end at {steps}"
+                raise UserError(f"{name} halving.rungs: {ends}. Give rungs that increase.")
             if entry.point.round < len(steps) and (checkpoint.mode == "off" or checkpoint.last == "weights"):
-                key = "mode=off" if checkpoint.mode == "off" else "last=weights"
-                remedy = "checkpoint=async (with checkpoint.every=null to save only at the end of a rung)"
-                remedy = remedy if checkpoint.mode == "off" else "checkpoint.last=full"
-                raise UserError(
-                    f"{name} checkpoint.{key}: the run saves nothing that the next rung could continue. Use {remedy}."
-                )
+                key, remedy = "last=weights", "checkpoint.last=full"
+                if checkpoint.mode == "off":
+                    key = "mode=off"
+                    remedy = "checkpoint=async (with checkpoint.every=null to save only at the end of a rung)"
+                what = "the run saves nothing that the next rung could continue"
+                raise UserError(f"{name} checkpoint.{key}: {what}. Use {remedy}.")
 
     def result(self, finished: Finished) -> str:
         """Ranking of a rung, and the points that continue."""
@@ -400,30 +357,19 @@ class Rungs(Rounds):
         counts = [*(len(rung.plan.planned) for rung in finished), runs]
         for number in range(len(counts), len(steps)):
             counts.append(self.halving.kept(counts[-1] // seeds) * seeds)
-            lines.append(
-                f"rung {number + 1} of {len(steps)}: {format_items(counts[-1], 'run')} to step {steps[number]}, the "
-                f"best of rung {number} by {self.metric}"
-            )
+            what = f"{format_items(counts[-1], 'run')} to step {steps[number]}"
+            lines.append(f"rung {number + 1} of {len(steps)}: {what}, the best of rung {number} by {self.metric}")
         trained = sum(count * (end - begin) for count, begin, end in zip(counts, [0, *steps], steps, strict=False))
         whole = first * steps[-1]
-        lines.append(
-            f"All rungs: {trained:,} steps, {trained / whole:.0%} of the {whole:,} of "
-            f"{format_items(first, 'whole run')}."
-        )
-        return lines
+        all_of = f"{trained / whole:.0%} of the {whole:,} of {format_items(first, 'whole run')}"
+        return [*lines, f"All rungs: {trained:,} steps, {all_of}."]
 
     def record(self) -> RoundsRecord:
         """Metric, direction and rungs."""
-        halving = self.halving
-        return {
-            "metric": self.metric,
-            "better": self.better,
-            "rungs": [str(rung) for rung in halving.rungs],
-            "keep": str(halving.keep),
-        }
+        rungs, keep = [str(rung) for rung in self.halving.rungs], str(self.halving.keep)
+        return {"metric": self.metric, "better": self.better, "rungs": rungs, "keep": keep}
 
     def _survivors(self, finished: Finished) -> list[str]:
-        """Variants that continue, best first. Raises UserError if all have diverged."""
         ranking = finished.by_variant(self.better)
         kept = [variant for variant in ranking if math.isfinite(ranking[variant])][: self.halving.kept(len(ranking))]
         if not kept:
@@ -431,7 +377,6 @@ class Rungs(Rounds):
         return kept
 
     def _at(self, point: Point, rung: int, *more: str) -> Point:
-        """Point at a rung, counted from 0."""
         stop = self.halving.stop_after(rung)
         ours = ("training.stop_after", "checkpoint.continue_from")
         kept = [text for text in point.overrides if text.partition("=")[0] not in ours]

@@ -20,10 +20,9 @@ from titan_exp.config.schema.identity_keys import differences, flatten, has_effe
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.points import SEED, FilePoints, Point, baseline_of, chosen_size, narrowed, study_points
-from titan_exp.config.study.study import Choice, Study
+from titan_exp.config.study.study import Direction, Study
 from titan_exp.launch.executor import executor_for, last_executor
-from titan_exp.launch.ledger import LEDGER, enter, question_of
-from titan_exp.launch.registration import Registration
+from titan_exp.launch.ledger import LEDGER, Registration, enter, question_of
 from titan_exp.launch.run_lookup import LadderRecord, StudyFolder, StudyRecord, StudyRun
 from titan_exp.launch.run_plan import explain_write_errors
 from titan_exp.launch.run_status import run_statuses
@@ -38,11 +37,8 @@ from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder, has
 
 class StudySweep:
     """Study at one size (None is the first), with overrides typed on the command line. `compose` composes a point, as a
-    ladder needs to count parameters. `change_question` allows another question than the one registered, without an
-    error rate.
-
-    Raises UserError if the size does not exist, or the overrides leave no points or split values that belong together.
-    """
+    ladder needs to count parameters. `change_question` allows another question than the one registered. Raises
+    UserError if the size does not exist, or the overrides leave no points or split values that belong together."""
 
     def __init__(
         self,
@@ -55,7 +51,6 @@ class StudySweep:
     ) -> None:
         self.study, self._compose, self._change_question = study, compose, change_question
         self.size = chosen_size(study, size)
-        """Chosen size; empty if the study has none."""
         leave_out = default_overrides()
         texts = (str(override.input_line) for override in typed)
         self._typed = tuple(text for text in texts if text not in leave_out)
@@ -85,12 +80,10 @@ class StudySweep:
     def plan(self, sweep_plan: SweepPlan, dropped: str = "") -> None:
         """Build the study record from a sweep plan. Raises UserError if its runs would be in several folders, or the
         question differs from the one registered, at which somebody may have looked."""
-        parents = {entry.plan.folder.path.parent for entry in sweep_plan.planned}
+        parents = {entry.path.parent for entry in sweep_plan.planned}
         if len(parents) > 1:
-            raise UserError(
-                f"{self.study.path}: the runs of a study share one folder, so experiment.name and paths.runs must be "
-                "the same at every point. Remove them from the axes."
-            )
+            same = "so experiment.name and paths.runs must be the same at every point. Remove them from the axes"
+            raise UserError(f"{self.study.path}: the runs of a study share one folder, {same}.")
         self._folder = StudyFolder(parents.pop())
         if all(entry.plan.experiment.evaluation.enabled for entry in sweep_plan.planned):
             for metric in self.study.metrics:
@@ -125,16 +118,15 @@ class StudySweep:
         self._record = self._folder.with_earlier(record, lambda run: self._in_file(run.overrides, {*run.typed}))
 
     def record(self, sweep_plan: SweepPlan, echo: Callable[[str], None]) -> None:
-        """Write the study record before any run starts, and report removed points. Raises UserError if the folder
-        cannot be written."""
+        """Write the study record before any run starts, and report removed points. Raises UserError."""
         assert self._record is not None
         with explain_write_errors(self.folder.path):
             self._record = self.folder.write(self._record, self.study.path.read_text(encoding="utf-8"))
         self.report_changes(sweep_plan, echo)
 
     def enter(self, sweep_plan: SweepPlan, dropped: str, echo: Callable[[str], None]) -> None:
-        """Enter the standing of the registered question into the ledger, after the study record. An error is reported,
-        and the runs go on: `compare --discoveries` states no rate while a recorded question is missing."""
+        """Enter the standing of the registered question into the ledger, after the study record. After an error the
+        runs go on: `compare --discoveries` states no rate while a recorded question is missing."""
         if (standing := self.rounds.standing(sweep_plan, dropped)) is None:
             return
         runs = self.folder.path.parent
@@ -142,10 +134,9 @@ class StudySweep:
             enter(runs, question_of(self.folder.path.name, standing))
         except (OSError, UserError) as error:
             why = error if isinstance(error, UserError) else error.strerror or error
-            echo(
-                f"Cannot enter the question into {runs / LEDGER} ({why}). The runs go on, but do not count among the "
-                f"discoveries until titan-exp sweep {self.arguments} can enter it."
-            )
+            until = f"titan-exp sweep {self.arguments} can enter it"
+            said = f"Cannot enter the question into {runs / LEDGER} ({why})"
+            echo(f"{said}. The runs go on, but do not count among the discoveries until {until}.")
 
     def report_changes(self, sweep_plan: SweepPlan, echo: Callable[[str], None]) -> None:
         """Report a missing baseline, and active runs that the study no longer contains."""
@@ -154,19 +145,20 @@ class StudySweep:
             echo(f"The baseline {self._baseline} cannot run here, so the comparison will have no baseline.")
         elif self._baseline is None and self.study.baseline is not None:
             echo("What you typed excludes the baseline of the study, so the comparison will have none.")
-        removed = self._still_active()
-        if removed:
+        if removed := self._still_active():
             echo(f"\nThe study no longer has {format_items(len(removed), 'active run')}. To cancel them, add --prune:")
             for run in removed:
                 echo(f"  {run.label}  {run.run_id}")
 
     def prune(self, echo: Callable[[str], None], *, ask: bool) -> None:
         """Cancel active runs that the study no longer contains; with `ask`, after confirmation."""
-        removed = self._still_active()
-        if not removed:
+        if not (removed := self._still_active()):
             echo("The study still has all active runs, so there is none to cancel.")
             return
-        if ask and not _confirmed(f"Cancel {'it' if len(removed) == 1 else f'these {len(removed)} runs'}?"):
+        question = f"Cancel {'it' if len(removed) == 1 else f'these {len(removed)} runs'}?"
+        if ask and not sys.stdin.isatty():
+            raise UserError(f"{question} There is no terminal to answer at, so add --yes.")
+        if ask and input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
             echo("We cancelled nothing.")
             return
         cancel_runs([self.folder.run(run) for run in removed], {run.run_id: run.label for run in removed}, echo)
@@ -182,10 +174,11 @@ class StudySweep:
             try:
                 lock.acquire("sweep", timeout=0.5)
             except LockedError as error:
-                raise UserError(
-                    f"{self.folder.path}: this study is already running ({error.holder or 'another process'}). "
-                    f"See it with titan-exp status {self.arguments}, or stop it with titan-exp cancel {self.arguments}."
-                ) from None
+                what = f"{self.folder.path}: this study is already running ({error.holder or 'another process'})"
+                see = (
+                    f"See it with titan-exp status {self.arguments}, or stop it with titan-exp cancel {self.arguments}"
+                )
+                raise UserError(f"{what}. {see}.") from None
             self.folder.stop.unlink(missing_ok=True)
             yield
 
@@ -193,10 +186,10 @@ class StudySweep:
         """Question to be recorded: as registered before, unless it has changed before the first look."""
         now, before = self.rounds.registration, self.folder.read()
         earlier = None if before is None else before.registered
-        if before is not None and earlier is not None:
-            looks = _complete_pairs((point.seed, self.folder.run(point)) for point in before.points)
-        else:
-            looks = _complete_pairs((entry.point.seed, entry.plan.folder) for entry in sweep_plan.planned) if now else 0
+        known = [(point.seed, self.folder.run(point)) for point in before.points] if before and earlier else []
+        if not earlier and now:
+            known = [(entry.point.seed, entry.plan.folder) for entry in sweep_plan.planned]
+        looks = _complete_pairs(known)
         changes = [] if before is None or earlier is None else self._changes(sweep_plan, before, now, earlier)
         if changes and looks and not self._change_question:
             path, name = self.study.path, self.study.name
@@ -228,17 +221,20 @@ class StudySweep:
         """Changes of the registered question. Those of configurations are by key, as far as the runs' folders tell."""
         if now is None:
             return ["pairs: removed"]
+
+        def effective(config: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in flatten(config).items() if has_effect(key) and key != SEED}
+
         arms: dict[str, list[str]] = {}
         for old, new in ((earlier.candidate, now.candidate), (earlier.baseline, now.baseline)):
             runs = [self.folder.run(point) for point in before.points if point.variant == old]
             present = next(entry.plan.experiment for entry in sweep_plan.planned if entry.point.variant == new)
             for folder in [folder for folder in runs if folder.config.exists()][:1]:
-                for line in differences(*map(_effective, (Run(folder).config, to_dict(present)))):
+                for line in differences(effective(Run(folder).config), effective(to_dict(present))):
                     arms.setdefault(line.strip(), []).append(new)
         return now.changes(earlier, [line if len(who) > 1 else f"{who[0]}: {line}" for line, who in arms.items()])
 
     def _still_active(self) -> list[StudyRun]:
-        """Active runs that are no longer part of the study."""
         assert self._record is not None
         now = run_statuses([self.folder.run(run) for run in self._record.removed])
         return [run for run in self._record.removed if now[self.folder.run(run).path].active]
@@ -248,11 +244,22 @@ class StudySweep:
         return self.rounds if isinstance(self.rounds, LadderRounds) else None
 
     def _rounds(self, study: Study, fixed: Sequence[str]) -> Rounds:
-        """Rounds of a study: of its ladder or search, or over its points."""
-        if study.ladder is None:
-            return _rounds(study, self.size, fixed)
-        arms = study_points(study, self.size, fixed)
-        return LadderRounds(study, arms, self._baseline_of(study, arms), self._compose)
+
+        def better(metric: str | None) -> Direction:
+            return study.better(metric or "") or "min"
+
+        search, halving, size = study.search, study.halving, self.size
+        if study.ladder is not None:
+            arms = study_points(study, size, fixed)
+            return LadderRounds(study, arms, self._baseline_of(study, arms), self._compose)
+        if study.pairs is not None:
+            from titan_exp.launch.sweep.looks import looks_of  # imports NumPy, which other studies need not
+
+            return looks_of(study, size, fixed, better(study.pairs.metric))
+        if search is not None and search.method == "optuna":
+            return Batches(search, better(search.metric), lambda choices: study_points(study, size, fixed, choices))
+        points = study_points(study, size, fixed, () if search is None else drawn_choices(search))
+        return Rounds(points) if halving is None else Rungs(points, halving, better(halving.metric))
 
     def _baseline_of(self, study: Study, points: Sequence[Point]) -> str | None:
         """Baseline variant; None if the typed overrides exclude it."""
@@ -292,16 +299,11 @@ class StudySweep:
             steps=plan.experiment.training.last_step,
             kind=plan.experiment.cluster.kind,
             overrides=point.overrides,
-            choices={name: point.facts[name] for name in lists if name in point.facts},
             round=point.round,
-            typed=() if of_file else tuple(split_override(text)[0] for text in self._typed),
             rung=point.rung,
+            choices={name: point.facts[name] for name in lists if name in point.facts},
+            typed=() if of_file else tuple(split_override(text)[0] for text in self._typed),
         )
-
-
-def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a configuration that may affect results, by dotted key, without the seed."""
-    return {key: value for key, value in flatten(config).items() if has_effect(key) and key != SEED}
 
 
 def cancel_runs(
@@ -325,23 +327,6 @@ def cancel_runs(
     return results
 
 
-def _rounds(study: Study, size: str, fixed: Sequence[str]) -> Rounds:
-    """Rounds of a study: of its search, or over its points."""
-
-    def expand(proposed: Sequence[Choice]) -> list[Point]:
-        return study_points(study, size, fixed, proposed)
-
-    search, halving = study.search, study.halving
-    if study.pairs is not None:
-        from titan_exp.launch.sweep.looks import looks_of  # imports NumPy, which other studies need not
-
-        return looks_of(study, size, fixed, study.better(study.pairs.metric or "") or "min")
-    if search is not None and search.method == "optuna":
-        return Batches(search, study.better(search.metric or "") or "min", expand)
-    points = expand(() if search is None else drawn_choices(search))
-    return Rounds(points) if halving is None else Rungs(points, halving, study.better(halving.metric or "") or "min")
-
-
 def _complete_pairs(runs: Iterable[tuple[int | None, RunFolder]]) -> int:
     """Number of seeds with two runs that are done or have diverged, whose difference anybody can read."""
     ended = Counter[int | None]()
@@ -349,9 +334,3 @@ def _complete_pairs(runs: Iterable[tuple[int | None, RunFolder]]) -> int:
         state = folder.read_state()
         ended[seed] += state is not None and (state.state == "done" or has_diverged(state.state, state.reason))
     return sum(count > 1 for count in ended.values())
-
-
-def _confirmed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UserError(f"{question} There is no terminal to answer at, so add --yes.")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")

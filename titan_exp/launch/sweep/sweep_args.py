@@ -4,17 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_exp.config.command_line.options import (
-    SWEEP_SWITCHES,
-    SWITCHES,
-    VALUED,
-    Arguments,
-    read_arguments,
-    take_flags,
-)
+from titan_exp.config.command_line import options as command_line
+from titan_exp.config.command_line.options import SWEEP_SWITCHES, SWITCHES, VALUED, Arguments
 from titan_exp.config.errors.user_error import UserError
 
 if TYPE_CHECKING:
@@ -22,9 +17,7 @@ if TYPE_CHECKING:
 
 SHOWS = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
 """Flags that show something instead of training."""
-
 CHANGE_QUESTION = "--change-question"
-"""Flag of `sweep` alone."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +31,14 @@ class SweepOptions:
     typed: tuple[str, ...] = ()
     """Typed overrides; they may refer to keys that only some points' groups have."""
     dry_run: bool = False
-    """Print the plan and start nothing."""
     skip: bool = False
     """Skip points that cannot run; studies always do."""
     jobs: int = 1
     prune: bool = False
-    """Cancel runs that the study no longer contains."""
     yes: bool = False
-    """Do not ask for confirmation."""
     change_question: bool = False
     """Go on with a registered question that was changed after a look, without an error rate."""
     json: bool = False
-    """Print JSON."""
 
 
 _now: ContextVar[SweepOptions] = ContextVar("options", default=SweepOptions())  # noqa: B039  # it is frozen
@@ -85,12 +74,11 @@ class SweepArgs:
 
 
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
-    """Parse the arguments of `titan-exp sweep`; None without a study to run. Raises UserError about an unknown study or
-    flag."""
+    """Parse the arguments of `titan-exp sweep`; None without a study. Raises UserError about an unknown study."""
     from titan_exp.config.study.study_file import find_study, read_study, study_files  # `train` needs no study
 
     switches = (*SWEEP_SWITCHES[:-1], CHANGE_QUESTION)
-    flags, rest = take_flags(typed, switches, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
+    flags, rest = command_line.take_flags(typed, switches, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
     arguments = _read(rest, flags)
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
     if not names:
@@ -102,9 +90,8 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
         if word in study.sizes:
             raise UserError(f"{word}: to choose a size of {study.name}, type size={word}")
         if word in study_files():
-            raise UserError(
-                f"{word}: one command runs one study. Type titan-exp sweep {names[0]}, then titan-exp sweep {word}"
-            )
+            both = f"titan-exp sweep {names[0]}, then titan-exp sweep {word}"
+            raise UserError(f"{word}: one command runs one study. Type {both}")
     overrides = [word for word in arguments.overrides if word != names[0]]
     size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
     for_hydra, others = _of_hydra([word for word in overrides if not word.startswith("size=")])
@@ -112,14 +99,19 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
     lists = {axis.name for axis in study.axes}
     nested = (*_overrides_in(study), *(word for word in others if word.partition("=")[0] not in lists))
     hydra_flags = [word for word in arguments.flags if word not in ("-m", "--multirun")]
-    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path), tuple(_written_in(study)))
+    # The author quotes what the file has as text.
+    texts = [study.held_fixed, *study.sizes.values(), *(texts for axis in study.axes for texts in axis.list.values())]
+    written = tuple(chain.from_iterable(texts))
+    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, nested, str(study.path), written)
 
 
 def train_args(typed: Sequence[str]) -> SweepArgs:
     """Parse the arguments of `titan-exp train`. Raises UserError about a sweep flag without -m."""
     flags, rest = {}, list(typed)
     if any(word.partition("=")[0] in (*SWEEP_SWITCHES, "--jobs") for word in typed):
-        flags, rest = take_flags(typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
+        flags, rest = command_line.take_flags(
+            typed, SWEEP_SWITCHES, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train"
+        )
     arguments = _read(rest, flags)
     of_sweeps = [flag for flag in flags if flag not in SWEEP_SWITCHES[:2]]
     if of_sweeps and not arguments.has("-m", "--multirun"):
@@ -131,17 +123,14 @@ def train_args(typed: Sequence[str]) -> SweepArgs:
 
 
 def _read(typed: Sequence[str], flags: Mapping[str, object]) -> Arguments:
-    arguments = read_arguments(typed)
+    arguments = command_line.read_arguments(typed)
     if shown := "--json" in flags and next((flag for flag in arguments.flags if flag in SHOWS), None):
         raise UserError(f"--json: {shown} prints text for people and trains nothing. Leave one of the two out.")
     return arguments
 
 
 def _of_hydra(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split overrides into those of Hydra's own keys and all others.
-
-    Hydra would apply the others to the default model first, which may lack keys that all models of the sweep have.
-    """
+    """Split overrides into those of Hydra's own keys and others, which it would apply to the default model first."""
     found = [word for word in overrides if word.lstrip("+~").startswith("hydra")]
     return found, tuple(word for word in overrides if word not in found)
 
@@ -160,18 +149,7 @@ def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
     )
 
 
-def _written_in(study: "Study") -> Iterator[str]:
-    """Overrides of a study that its file has as text, so that its author quotes them."""
-    yield from study.held_fixed
-    for texts in study.sizes.values():
-        yield from texts
-    for axis in study.axes:
-        for texts in axis.list.values():
-            yield from texts
-
-
 def _overrides_in(study: "Study") -> list[str]:
-    """All overrides of a study, one per key with comma-separated values."""
     by_key: dict[str, dict[str, None]] = {}
     ranges = study.search.ranges if study.search else {}
     for text in (

@@ -22,16 +22,16 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.study.points import Point, require_swept_once, values_of
 from titan_exp.launch.executor import Executor, Submission, SubmitOptions, executor_for, worst_exit_code
+from titan_exp.launch.memory_gate import request_lines
 from titan_exp.launch.provenance import report_stale
-from titan_exp.launch.requests import request_lines
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.run_status import run_statuses
+from titan_exp.launch.sweep import sweep_plan
 from titan_exp.launch.sweep.rounds import Finished, Rounds
 from titan_exp.launch.sweep.shipped_study import StudySweep, cancel_runs
 from titan_exp.launch.sweep.sweep_args import SweepOptions
-from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SweepPlan, plan_sweep, predict_sweep_memory
-from titan_exp.launch.sweep.sweep_table import outcome_document, plan_document, remarks_on, show_outcomes, show_plan
+from titan_exp.launch.sweep.sweep_plan import SweepPlan, plan_sweep, predict_sweep_memory
 
 Compose = Callable[[list[str]], DictConfig]
 NOTHING = "(nothing swept)"
@@ -68,8 +68,7 @@ class FastCompose:
         return cfg
 
     def _compose_again(self, overrides: Sequence[str], cause: tuple[str, ...]) -> DictConfig:
-        """Compose overrides again after a failure, for Hydra's better message; points with the same cause do so only
-        once."""
+        """Compose overrides again after a failure, for Hydra's better message, but only once for each cause."""
         if cause in self._failures:
             raise self._failures[cause]
         try:
@@ -95,16 +94,13 @@ def _overlap(first: Sequence[Override], later: Sequence[Override]) -> bool:
     """True if both kinds set the same key, so that their order could matter."""
     set_first = {override.key_or_group for override in first if "." in override.key_or_group}
     set_first |= {override.key_or_group for override in first if isinstance(override.value(), dict)}
-    return any(
-        key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
-        for key in (override.key_or_group for override in later)
-        for other in set_first
-    )
+    pairs = itertools.product((override.key_or_group for override in later), set_first)
+    return any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for key, other in pairs)
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
-    """Cartesian product of the swept values; the last key varies fastest. Every point also has the other overrides, in
-    order, as `train` applies them. Raises UserError about an interval, or about a key that is swept and also set."""
+    """Cartesian product of the swept values, the last key varying fastest, with the other overrides in order. Raises
+    UserError about an interval, or about a key that is swept and also set."""
     require_swept_once(overrides)
     choices = [[(text, override.is_sweep_override()) for text in values_of(override)] for override in overrides]
     found = []
@@ -123,10 +119,10 @@ def sweep(
 ) -> int:
     """Run every point, round by round, and print the outcomes, or print the plan; returns the exit code.
 
-    A study has its own points. Its record is written before any run starts. Once all runs of a round are done, the next
-    round follows; an executor that does not wait gets one round. The exit code is 0 if all runs are done or submitted,
-    or the question is answered; else 130 after Ctrl-C, 1 if any failed, 85 if any stopped. Raises one UserError, before
-    any start of a round, that lists all points that cannot run.
+    A study has its own points, and is recorded before any run starts. Once all runs of a round are done, the next round
+    follows; an executor that does not wait gets one. The exit code is 0 if all runs are done or submitted, or the
+    question is answered; else 130 after Ctrl-C, 1 if any failed, 85 if any stopped. Raises one UserError, before any
+    start of a round, that lists all points that cannot run.
     """
     with contextlib.ExitStack() as held:
         rounds = Rounds(points) if study is None else study.rounds
@@ -147,7 +143,7 @@ class _Sweep:
         self.rounds, self.compose, self.options, self.study, self.held = rounds, compose, options, study, held
         self.console, self.skip = RunConsole(), options.skip or study is not None
         self.where = "of the sweep" if study is None else f"of {study.study.path}"
-        self.whole, self.finished = SweepPlan((), (), ()), list[Finished]()
+        self.whole, self.finished = SweepPlan(), list[Finished]()
         self.found: dict[Path, Submission] = {}
         self.started = self.locked = False
         self.dropped, self.cancelled = "", set[Path]()
@@ -157,10 +153,8 @@ class _Sweep:
         rounds, options = self.rounds, self.options
         values: dict[Path, float] = {}
         if [point.label for point in rounds.first] == [NOTHING]:
-            self.console.echo(
-                "-m sweeps nothing here, so this is one run. List several values, such as optimizer.lr=1e-3,3e-3, or "
-                "leave -m out."
-            )
+            remedy = "List several values, such as optimizer.lr=1e-3,3e-3, or leave -m out."
+            self.console.echo(f"-m sweeps nothing here, so this is one run. {remedy}")
         while points := rounds.points(self.finished):
             if self.started and self.study is not None and self.study.stop_requested():
                 break
@@ -169,7 +163,7 @@ class _Sweep:
             if self.study is not None:
                 self.study.plan(self.whole + plan)  # study errors are raised before results and slow predictions
             values = rounds.values(plan)
-            self.found |= {entry.plan.folder.path: _known(entry.plan) for entry in _with_value(plan, values)}
+            self.found |= {entry.path: _known(entry.plan) for entry in plan.planned if entry.path in values}
             if len(values) < len(plan.planned):
                 self.dropped = rounds.hopeless(self.whole + plan)
             if len(values) < len(plan.planned) and not self.dropped:
@@ -195,7 +189,6 @@ class _Sweep:
         return self._end()
 
     def _end(self) -> int:
-        """Record the sweep and show its outcomes; returns the exit code."""
         rounds = self.rounds
         for path, submission in self.found.items():  # of another launcher, and may have ended since
             state = submission.plan.folder.read_state() if submission.outcome in ("queued", "running") else None
@@ -207,20 +200,22 @@ class _Sweep:
         last = SweepPlan(tuple(entry for entry in self.whole.planned if entry.point.round > len(self.finished)), (), ())
         conclusion = rounds.conclusion(self.whole, self.dropped)
         later = rounds.upcoming(last, self.finished) if last.planned and not conclusion else []
-        show_outcomes(self.whole, self.found, self.study, later, conclusion)
+        sweep_plan.show_outcomes(self.whole, self.found, self.study, later, conclusion)
         code = 0 if conclusion else worst_exit_code(list(self.found.values()))
         if self.options.json:
             answered = {"conclusion": conclusion, "standing": rounds.standing(self.whole, self.dropped)}
-            answer(outcome_document(self.whole, self.found, self.study, upcoming=later, code=code, **answered))
+            answer(
+                sweep_plan.outcome_document(self.whole, self.found, self.study, upcoming=later, code=code, **answered)
+            )
         return code
 
     def _show(self, plan: SweepPlan, upcoming: Sequence[str]) -> int:
         if self.study is not None:
             self.study.plan(plan)
         table, lines = self.rounds.cost(plan)
-        show_plan(plan, self.study, [*upcoming, *lines], table)
+        sweep_plan.show_plan(plan, self.study, [*upcoming, *lines], table)
         if self.options.json:
-            answer(plan_document(plan, self.study, [*upcoming, *lines]))
+            answer(sweep_plan.plan_document(plan, self.study, [*upcoming, *lines]))
         return 0
 
     def _record(self, plan: SweepPlan) -> None:
@@ -235,21 +230,20 @@ class _Sweep:
         self.started = True
 
     def _require(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
-        """Ask executors whether the runs of a round can be submitted from here, before anything is predicted or
-        written. Raises UserError if not."""
-        for kind, plans in _by_kind(_without_value(plan, values)).items():
+        """Raise UserError if runs cannot be submitted from here, before anything is predicted or written."""
+        for kind, plans in _by_kind(plan, values).items():
             executor_for(kind).require(plans)
 
     def _start(self, plan: SweepPlan, values: Mapping[Path, float]) -> None:
         """Submit the runs of a round that have no value yet, executors that wait last. The study is recorded before."""
-        entries = _without_value(plan, values)
-        by_kind = _by_kind(entries)
+        by_kind = _by_kind(plan, values)
         executors = sorted(map(executor_for, by_kind), key=lambda executor: executor.waits)
         self._record(self.whole + plan)
+        entries = [entry for entry in plan.planned if entry.path not in values]
         report_stale([entry.plan for entry in entries], self.console.echo)
-        for line in remarks_on(entry.plan for entry in entries):
+        for line in sweep_plan.remarks_on(entry.plan for entry in entries):
             self.console.echo(line)
-        titles = {entry.plan.folder.path: entry.point.label for entry in entries}
+        titles = {entry.path: entry.point.label for entry in entries}
         for executor in executors:
             with self._watched(self.whole + plan) if executor.waits else contextlib.nullcontext():
                 self._submit(executor, by_kind[executor.kind], titles)
@@ -283,10 +277,10 @@ class _Sweep:
                     self.dropped = self.dropped or self.rounds.hopeless(plan)
                     self._cancel(plan)
 
-        thread = threading.Thread(target=watch, name="looks", daemon=True)
         if self.rounds.registration is None:
             yield
             return
+        thread = threading.Thread(target=watch, name="looks", daemon=True)
         thread.start()
         try:
             yield
@@ -296,27 +290,20 @@ class _Sweep:
 
     def _cancel(self, plan: SweepPlan) -> None:
         """Cancel the queued and running runs of a question that was dropped, each once."""
-        entries = [entry for entry in plan.planned if self.dropped and entry.plan.folder.path not in self.cancelled]
+        entries = [entry for entry in plan.planned if self.dropped and entry.path not in self.cancelled]
         states = run_statuses([entry.plan.folder for entry in entries])
-        active = [entry for entry in entries if states[entry.plan.folder.path].active]
-        self.cancelled |= {entry.plan.folder.path for entry in active}
+        active = [entry for entry in entries if states[entry.path].active]
+        self.cancelled |= {entry.path for entry in active}
         labels = {entry.plan.run_id: entry.point.label for entry in active}
         reason = "the question needs no more of it"
         cancel_runs([entry.plan.folder for entry in active], labels, self.console.echo, reason)
 
 
-def _with_value(plan: SweepPlan, values: Mapping[Path, float]) -> list[PlannedPoint]:
-    return [entry for entry in plan.planned if entry.plan.folder.path in values]
-
-
-def _without_value(plan: SweepPlan, values: Mapping[Path, float]) -> list[PlannedPoint]:
-    return [entry for entry in plan.planned if entry.plan.folder.path not in values]
-
-
-def _by_kind(entries: Sequence[PlannedPoint]) -> dict[str, list[RunPlan]]:
+def _by_kind(plan: SweepPlan, values: Mapping[Path, float]) -> dict[str, list[RunPlan]]:
     by_kind: dict[str, list[RunPlan]] = {}
-    for entry in entries:
-        by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
+    for entry in plan.planned:
+        if entry.path not in values:
+            by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
     return by_kind
 
 

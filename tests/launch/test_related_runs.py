@@ -138,7 +138,7 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     def shown(sweep_plan: Any, *_: object) -> None:
         plans.extend(entry.plan for entry in sweep_plan.planned)
 
-    monkeypatch.setattr("titan_exp.launch.sweep.sweep_plan.show_plan", shown)
+    monkeypatch.setattr("titan_exp.launch.sweep.sweep_table.show_plan", shown)
     return plans
 
 

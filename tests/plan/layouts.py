@@ -278,8 +278,9 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
     """A step of the trainer, traced."""
     if mutate is not None:
         mutate()
+    from titan_exp.trainer.commit import sync_step_flags
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.train_step import sync_step_flags, train_step
+    from titan_exp.trainer.train_step import train_step
     from titan_exp.trainer.trainer import Trainer
 
     torch.set_num_threads(1)

@@ -109,7 +109,7 @@ def _discoveries(options: CompareOptions, runs: Path, studies: Sequence[str]) ->
     _write_formats(found, options, {"markdown": to_markdown}, json_values)
     if True not in options.formats.values():
         from titan_exp.compare.output.pages import show_section
-        from titan_exp.launch.sweep.sweep_plan import plain_console
+        from titan_exp.launch.sweep.sweep_table import plain_console
 
         console = plain_console()
         show_section(section(found), console)
@@ -143,7 +143,7 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
     _write_formats(comparison, options, texts, formats.json_values)
     if True not in options.formats.values():
         from titan_exp.compare.output.pages import show
-        from titan_exp.launch.sweep.sweep_plan import plain_console
+        from titan_exp.launch.sweep.sweep_table import plain_console
 
         console = plain_console()
         show(comparison, console, every_key=not console.is_terminal)

@@ -6,6 +6,7 @@ positive where A is better, and infinite where one arm alone diverged: see `pair
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +18,7 @@ import scipy  # submodules are imported at their first use
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.study.study import FEWEST_PAIRS as FEWEST
 from titan_exp.config.study.study import MOST_PAIRS as MOST
-from titan_exp.launch.ledger import Outcome, Registration
+from titan_exp.launch.ledger import LARGEST_E, Outcome, Question, Registration
 from titan_exp.tracking.display import format_count, format_items
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -443,6 +444,29 @@ class Standing:
         share = self.tokens / (2 * most * self.registration.tokens)
         spent = f"{format_items(self.runs, 'run')}, {format_count(self.tokens)} tokens{hours}"
         return f"{spent}, {share:.0%} of what all {format_items(most, 'pair')} take"
+
+
+def question_of(study: str, standing: Standing) -> Question:
+    """Row of a standing, for the study in the folder of that name."""
+    one, verdict = standing.registration, standing.verdict
+    return Question(
+        id=one.id,
+        study=study,
+        candidate=one.candidate,
+        baseline=one.baseline,
+        arms=one.arms,
+        metric=one.metric,
+        scale=one.scale,
+        rule=one.rule,
+        pairs=verdict.pairs,
+        outcome=standing.outcome,
+        why="dropped" if standing.dropped else verdict.why,
+        e_better=min(verdict.e_better, LARGEST_E),
+        p_better=verdict.p_better,
+        changed=one.changed,
+        dropped=standing.dropped,
+        time=round(time.time(), 3),
+    )
 
 
 def standing_of(registration: Registration, runs: Mapping[tuple[str, int], PairedRun], dropped: str = "") -> Standing:

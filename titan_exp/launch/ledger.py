@@ -5,11 +5,10 @@ Each row holds the digest of the line before it, so that a changed, inserted or 
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError, listed
 from titan_exp.config.foreign_file import of_kind, parse_json, read_file
@@ -18,10 +17,6 @@ from titan_exp.config.study.study import Direction
 from titan_exp.tracking.display import format_count
 from titan_exp.tracking.run_folder.files import FileLock, LockedError, write_atomically
 from titan_exp.tracking.run_folder.run_folder import LOCK_TIMEOUT
-
-if TYPE_CHECKING:
-    from titan_exp.launch.evidence import Standing
-
 
 Outcome = Literal["better", "worse", "undecided", "continue"]
 """Outcome about the candidate; `continue` while a look is still to come."""
@@ -132,29 +127,6 @@ class Question:
     def e_value(self) -> float:
         """E-value that counts: 1 without an error rate, and where no evidence may speak for the candidate."""
         return 1.0 if self.changed or self.dropped or self.why == "withheld" else self.e_better
-
-
-def question_of(study: str, standing: "Standing") -> Question:
-    """Row of a standing, for the study in the folder of that name."""
-    one, verdict = standing.registration, standing.verdict
-    return Question(
-        id=one.id,
-        study=study,
-        candidate=one.candidate,
-        baseline=one.baseline,
-        arms=one.arms,
-        metric=one.metric,
-        scale=one.scale,
-        rule=one.rule,
-        pairs=verdict.pairs,
-        outcome=standing.outcome,
-        why="dropped" if standing.dropped else verdict.why,
-        e_better=min(verdict.e_better, LARGEST_E),
-        p_better=verdict.p_better,
-        changed=one.changed,
-        dropped=standing.dropped,
-        time=round(time.time(), 3),
-    )
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,63 @@
-"""Commit: how the worlds of a run agree on a step."""
+"""Commit: how the worlds of a run agree on a step, and the objects of the trainer that they and restoring see."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.config.extension import loaded
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import MicroBatch
-from titan_exp.trainer.metrics import Numbers, Row, StepResult
-from titan_exp.trainer.train_step import sync_step_flags
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.metrics import Numbers, Report, Row, StepResult
+from titan_exp.trainer.objective import Objective, token_counts
+from titan_exp.trainer.part import Parts
+from titan_exp.trainer.train_state import TrainState
 
-if TYPE_CHECKING:
-    from titan_exp.trainer.trainer import Trainer
+
+class Training(Protocol):
+    """One rank of a training run, as commits and restoring see it; `Trainer` implements it."""
+
+    experiment: Experiment
+    folder: RunFolder
+    layout: ResolvedLayout
+    state: TrainState
+    mesh: Mesh
+    model: Model
+    optimizer: torch.optim.Optimizer
+    parts: Parts
+    loader: TrainLoader
+    checkpointer: Checkpointer
+    report: Report  # exists once the state is restored
+    step: int  # number of steps trained
+    tokens: int  # number of predicted tokens in these steps
+    ended: str | None  # reason why a part has ended training; None if none has
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last step."""
+        ...
+
+    def seed(self) -> None:
+        """Seed the generators for the next step."""
+        ...
+
+    def progress(self) -> dict[str, Any]:
+        """State other than tensors and data, as JSON."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +87,7 @@ class Commit:
     states: Mapping[str, Tensor] = {}
     """States of other worlds, by their keys in the next checkpoint."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Training) -> None:
         self._trainer, self._flags, self._result = trainer, Flags(), StepResult({}, torch.zeros(()), 0)
 
     def takes_over(self) -> bool:
@@ -106,3 +149,19 @@ def commit_of(experiment: Experiment) -> type[Commit]:
     """Commit class of the extension that trains this run, else `Commit`."""
     found = (commit(experiment) for commit in loaded("commit", experiment))
     return next(filter(None, found), Commit)
+
+
+def sync_step_flags(
+    objective: Objective, batches: Sequence[MicroBatch], mesh: Mesh, *, stop: bool, save: bool
+) -> tuple[tuple[int, ...], bool, bool]:
+    """Sum the predicted tokens of the global batch, and share the step's flags, in one message over the CPU. Returns
+    tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0 asks for a checkpoint."""
+    tokens = map(sum, zip(*(token_counts(objective, batch) for batch in batches), strict=True))
+    message = [*tokens, int(stop), int(save and dist.get_rank() == 0)]
+    if dist.get_world_size(mesh.cpu_group) > 1:
+        summed = torch.tensor(message)
+        dist.all_reduce(summed, group=mesh.cpu_group)
+        message = summed.tolist()
+    *counts, stops, saves = message
+    # Ranks that share rows count them all.
+    return tuple(count // mesh.batch_replicas for count in counts), bool(stops), bool(saves)

@@ -5,7 +5,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,8 @@ from titan_exp.rules.weights import from_config, given_weights, noted_changes, r
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.run import Lineage, ancestors, for_shell, read_overrides
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.commit import Commit
+from titan_exp.trainer.commit import Commit, Training
 from titan_exp.trainer.profiling.step_times import cache_of
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.trainer import Trainer
 
 
 def log_head(folder: RunFolder) -> None:
@@ -62,7 +59,7 @@ def _log_lineage(folder: RunFolder) -> None:
         get_logger().info("continued from %s", ancestor.lineage)
 
 
-def _load_parent_state(trainer: "Trainer", lineage: Lineage | None) -> tuple[RestoredState, Lineage]:
+def _load_parent_state(trainer: Training, lineage: Lineage | None) -> tuple[RestoredState, Lineage]:
     """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer. `lineage` is an earlier
     start's, whose step is loaded again. Raises UserError if there is no whole checkpoint that fits."""
     experiment, checkpointer, config = trainer.experiment, trainer.checkpointer, trainer.experiment.checkpoint
@@ -123,7 +120,7 @@ PARTS, ENDED = "parts", "ended"
 """Progress keys: states of parts by name, and the reason for which one has ended training before its last step."""
 
 
-def restore_state(trainer: "Trainer", commit: Commit) -> None:
+def restore_state(trainer: Training, commit: Commit) -> None:
     """Load weights, optimizer, data position and progress on all ranks. Raises UserError if that cannot be."""
     step = trainer.checkpointer.latest() if commit.restores else None
     if commit.takes_over():
@@ -136,7 +133,7 @@ def restore_state(trainer: "Trainer", commit: Commit) -> None:
         _load_initial_weights(trainer)
 
 
-def adopt_progress(trainer: "Trainer", progress: Mapping[str, Any]) -> None:
+def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
     """Restore step, tokens and states of parts from a checkpoint or from another world."""
     trainer.step, trainer.tokens = progress["step"], progress["tokens"]
     trainer.ended = progress.get(ENDED)
@@ -146,7 +143,7 @@ def adopt_progress(trainer: "Trainer", progress: Mapping[str, Any]) -> None:
     trainer.parts.restore(progress.get(PARTS, older), trainer.step)
 
 
-def _continue_own(trainer: "Trainer", step: int) -> None:
+def _continue_own(trainer: Training, step: int) -> None:
     restored = trainer.checkpointer.load(step, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
     adopt_progress(trainer, restored.progress)
     if not restored.progress.get(WEIGHTS_ONLY_KEY):
@@ -160,7 +157,7 @@ def _continue_own(trainer: "Trainer", step: int) -> None:
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _continue_parent(trainer: "Trainer") -> None:
+def _continue_parent(trainer: Training) -> None:
     """Begin with the whole state of the run named by `checkpoint.continue_from`."""
     experiment, folder = trainer.experiment, trainer.folder
     restored, lineage = _load_parent_state(trainer, lineage=Lineage.read(folder.path))
@@ -180,7 +177,7 @@ def _continue_parent(trainer: "Trainer") -> None:
     _log_changes(trainer, restored.progress.get("config"))
 
 
-def _load_initial_weights(trainer: "Trainer") -> None:
+def _load_initial_weights(trainer: Training) -> None:
     """Load `checkpoint.initial`, if given, and initialize the weights that it lacks."""
     experiment, built = trainer.experiment, trainer.state.built
     config = experiment.checkpoint
@@ -201,7 +198,7 @@ def _load_initial_weights(trainer: "Trainer") -> None:
     get_logger().info("weights from %s", folder)
 
 
-def _log_changes(trainer: "Trainer", saved: Any) -> None:
+def _log_changes(trainer: Training, saved: Any) -> None:
     if changed := "".join(differences(saved, to_dict(trainer.experiment))):
         get_logger().info("these values have changed since that checkpoint, and the new ones apply:%s", changed)
 

@@ -1,25 +1,17 @@
 """One optimizer step: the whole recipe, with everything that changes weights, in order."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
-import torch.distributed as dist
 
 from titan_exp.data.batch import MicroBatch
 from titan_exp.optim.grad_clip import global_grad_norm
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.optim.optimizer import cast_gradients
-from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.styles import reduce_partial_gradients
+from titan_exp.trainer.commit import Commit
 from titan_exp.trainer.metrics import StepResult
-from titan_exp.trainer.objective import Objective, token_counts
 from titan_exp.trainer.part import Parts, Update
 from titan_exp.trainer.train_state import TrainState
-
-if TYPE_CHECKING:
-    from titan_exp.trainer.commit import Commit
 
 
 class StepRefused(Exception):
@@ -34,7 +26,7 @@ def train_step(
     step: int,
     tokens: Sequence[int],
     lr: float,
-    commit: "Commit | None" = None,
+    commit: Commit | None = None,
 ) -> StepResult:
     """Train on one global batch; `batches` are this rank's CPU micro-batches of it. `tokens` are as of `token_counts`.
     If `commit` raises, weights and optimizer are as before the step."""
@@ -68,19 +60,3 @@ def train_step(
     parts.on_update(update, acting=False)
     optimizer.zero_grad()
     return StepResult(metrics, grad_norm, tokens[0], clipping)
-
-
-def sync_step_flags(
-    objective: Objective, batches: Sequence[MicroBatch], mesh: Mesh, *, stop: bool, save: bool
-) -> tuple[tuple[int, ...], bool, bool]:
-    """Sum the predicted tokens of the global batch, and share the step's flags, in one message over the CPU. Returns
-    tokens as `train_step` takes them, True if any rank was asked to stop, and True if rank 0 asks for a checkpoint."""
-    tokens = map(sum, zip(*(token_counts(objective, batch) for batch in batches), strict=True))
-    message = [*tokens, int(stop), int(save and dist.get_rank() == 0)]
-    if dist.get_world_size(mesh.cpu_group) > 1:
-        summed = torch.tensor(message)
-        dist.all_reduce(summed, group=mesh.cpu_group)
-        message = summed.tolist()
-    *counts, stops, saves = message
-    # Ranks that share rows count them all.
-    return tuple(count // mesh.batch_replicas for count in counts), bool(stops), bool(saves)

@@ -1,8 +1,6 @@
-"""Layout check of a run: its cases (one rank, each axis that a run asks for at degree 2, each pair of them), and its
-verdict, in a process of its own. Importing this module imports no torch."""
+"""Cases of a layout check: one rank, each axis that a run asks for at degree 2, and each pair of them."""
 
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,24 +141,3 @@ def _changed(small: Experiment, changes: Mapping[str, Any]) -> Experiment:
     share = small.training.global_batch_size // (own.dp_replicate * own.dp_shard)
     rows = min(found.training.micro_batch_size or share, share)
     return replace(found, training=replace(found.training, micro_batch_size=rows))
-
-
-def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
-    """Train a shrunken model of a run with a resolved layout for two steps, on one rank and in each axis and pair of
-    axes that the run asks for, and compare. It stops after `seconds`, with a note. It makes fp64 of every dtype of
-    torch in this process, and nothing of dropout, so that only a process of its own may call it."""
-    from titan_exp.doctor.layout.exact_torch import in_double, without_dropout
-
-    in_double()
-    without_dropout()
-    from titan_exp.doctor.layout.compare import compare
-    from titan_exp.doctor.layout.shrink import shrink
-
-    began = time.monotonic()
-    small = shrink(experiment)
-    if isinstance(small, str):
-        return Verdict(notes=(f"We did not check its layouts, because we cannot shrink the model: {small}.",))
-    asked, refused = cases(experiment, small)
-    verdict = compare(asked, began + seconds)
-    notes = (*verdict.notes, *(f"Not checked: {sentence}." for sentence in refused))
-    return replace(verdict, notes=notes, seconds=time.monotonic() - began)

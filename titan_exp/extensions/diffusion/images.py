@@ -16,7 +16,6 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
-from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """Suffixes of image files."""
@@ -115,25 +114,6 @@ def fit(image: np.ndarray, bucket: Bucket, token_size: int) -> np.ndarray:
     scaled = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.LANCZOS))
     top, left = (scaled.shape[0] - height) // 2, (scaled.shape[1] - width) // 2
     return scaled[top : top + height, left : left + width]
-
-
-def open_images(source: ImageSource, options: ImageOptions) -> CaptionedImages:
-    """Open images. Raises UserError if there are none, or they cannot be read."""
-    match source.images:
-        case "emoji":
-            from titan_exp.extensions.diffusion.rendered_images import EmojiImages
-
-            return EmojiImages(options.size)
-        case "glyphs":
-            from titan_exp.extensions.diffusion.rendered_images import GlyphImages
-
-            return GlyphImages(options.size)
-        case "folder":
-            return FolderImages(source.paths, options.caption_key)
-        case "webdataset":
-            return WebDatasetImages(source.paths, options.caption_key)
-        case "huggingface":
-            return HuggingFaceImages(source.paths, options.split, options.image_key, options.caption_key)
 
 
 MARGIN = 4

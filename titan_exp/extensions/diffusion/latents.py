@@ -31,7 +31,13 @@ from titan_exp.data.batch import Permutation, RowSampler, SamplerState
 from titan_exp.extensions.diffusion import latent_format as formats
 from titan_exp.extensions.diffusion.config import EncodeOptions, ImageOptions, ImageSource, images_of
 from titan_exp.extensions.diffusion.encoders import Encoders, order_samples
-from titan_exp.extensions.diffusion.images import CaptionedImages, aspect_buckets, open_images
+from titan_exp.extensions.diffusion.images import (
+    CaptionedImages,
+    FolderImages,
+    HuggingFaceImages,
+    WebDatasetImages,
+    aspect_buckets,
+)
 from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, Sample, noise_of
 
 ENCODED_TOGETHER = 16
@@ -251,6 +257,25 @@ def open_store(folder: str) -> LatentData:
     store = formats.read_latent_manifest(folder)
     splits = {split: LatentSplit(store, split) for split in SPLITS}
     return LatentData(store, splits, {"data.paths": [store.fingerprint]})
+
+
+def open_images(source: ImageSource, options: ImageOptions) -> CaptionedImages:
+    """Open images. Raises UserError if there are none, or they cannot be read."""
+    match source.images:
+        case "emoji":
+            from titan_exp.extensions.diffusion.rendered_images import EmojiImages
+
+            return EmojiImages(options.size)
+        case "glyphs":
+            from titan_exp.extensions.diffusion.rendered_images import GlyphImages
+
+            return GlyphImages(options.size)
+        case "folder":
+            return FolderImages(source.paths, options.caption_key)
+        case "webdataset":
+            return WebDatasetImages(source.paths, options.caption_key)
+        case "huggingface":
+            return HuggingFaceImages(source.paths, options.split, options.image_key, options.caption_key)
 
 
 @lru_cache(maxsize=1)

@@ -39,9 +39,8 @@ def encode(argv: Sequence[str]) -> int:
 
     from titan_exp.config.command_line.terminal import Terminal
     from titan_exp.extensions.diffusion.encoders import Encoders
-    from titan_exp.extensions.diffusion.images import open_images
     from titan_exp.extensions.diffusion.latent_format import latent_format
-    from titan_exp.extensions.diffusion.latents import write_latent_store
+    from titan_exp.extensions.diffusion.latents import open_images, write_latent_store
 
     encoders = Encoders.build(latent_format(options))
     images = open_images(options, options)

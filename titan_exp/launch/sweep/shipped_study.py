@@ -22,7 +22,7 @@ from titan_exp.config.study.labels import split_override
 from titan_exp.config.study.points import SEED, FilePoints, Point, baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Direction, Study
 from titan_exp.launch.executor import executor_for, last_executor
-from titan_exp.launch.ledger import LEDGER, Registration, enter, question_of
+from titan_exp.launch.ledger import LEDGER, Registration, enter
 from titan_exp.launch.run_lookup import LadderRecord, StudyFolder, StudyRecord, StudyRun
 from titan_exp.launch.run_plan import explain_write_errors
 from titan_exp.launch.run_status import run_statuses

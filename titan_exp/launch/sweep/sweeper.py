@@ -27,7 +27,7 @@ from titan_exp.launch.provenance import report_stale
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.run_status import run_statuses
-from titan_exp.launch.sweep import sweep_plan
+from titan_exp.launch.sweep import sweep_table
 from titan_exp.launch.sweep.rounds import Finished, Rounds
 from titan_exp.launch.sweep.shipped_study import StudySweep, cancel_runs
 from titan_exp.launch.sweep.sweep_args import SweepOptions
@@ -200,12 +200,12 @@ class _Sweep:
         last = SweepPlan(tuple(entry for entry in self.whole.planned if entry.point.round > len(self.finished)), (), ())
         conclusion = rounds.conclusion(self.whole, self.dropped)
         later = rounds.upcoming(last, self.finished) if last.planned and not conclusion else []
-        sweep_plan.show_outcomes(self.whole, self.found, self.study, later, conclusion)
+        sweep_table.show_outcomes(self.whole, self.found, self.study, later, conclusion)
         code = 0 if conclusion else worst_exit_code(list(self.found.values()))
         if self.options.json:
             answered = {"conclusion": conclusion, "standing": rounds.standing(self.whole, self.dropped)}
             answer(
-                sweep_plan.outcome_document(self.whole, self.found, self.study, upcoming=later, code=code, **answered)
+                sweep_table.outcome_document(self.whole, self.found, self.study, upcoming=later, code=code, **answered)
             )
         return code
 
@@ -213,9 +213,9 @@ class _Sweep:
         if self.study is not None:
             self.study.plan(plan)
         table, lines = self.rounds.cost(plan)
-        sweep_plan.show_plan(plan, self.study, [*upcoming, *lines], table)
+        sweep_table.show_plan(plan, self.study, [*upcoming, *lines], table)
         if self.options.json:
-            answer(sweep_plan.plan_document(plan, self.study, [*upcoming, *lines]))
+            answer(sweep_table.plan_document(plan, self.study, [*upcoming, *lines]))
         return 0
 
     def _record(self, plan: SweepPlan) -> None:
@@ -241,7 +241,7 @@ class _Sweep:
         self._record(self.whole + plan)
         entries = [entry for entry in plan.planned if entry.path not in values]
         report_stale([entry.plan for entry in entries], self.console.echo)
-        for line in sweep_plan.remarks_on(entry.plan for entry in entries):
+        for line in sweep_table.remarks_on(entry.plan for entry in entries):
             self.console.echo(line)
         titles = {entry.path: entry.point.label for entry in entries}
         for executor in executors:

@@ -1,0 +1,28 @@
+"""Layout check of a run: its verdict, in a process of its own. Importing this module imports no torch."""
+
+import time
+from dataclasses import replace
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.doctor.layout.cases import Verdict, cases
+
+
+def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
+    """Train a shrunken model of a run with a resolved layout for two steps, on one rank and in each axis and pair of
+    axes that the run asks for, and compare. It stops after `seconds`, with a note. It makes fp64 of every dtype of
+    torch in this process, and nothing of dropout, so that only a process of its own may call it."""
+    from titan_exp.doctor.layout.exact_torch import in_double, without_dropout
+
+    in_double()
+    without_dropout()
+    from titan_exp.doctor.layout.compare import compare
+    from titan_exp.doctor.layout.shrink import shrink
+
+    began = time.monotonic()
+    small = shrink(experiment)
+    if isinstance(small, str):
+        return Verdict(notes=(f"We did not check its layouts, because we cannot shrink the model: {small}.",))
+    asked, refused = cases(experiment, small)
+    verdict = compare(asked, began + seconds)
+    notes = (*verdict.notes, *(f"Not checked: {sentence}." for sentence in refused))
+    return replace(verdict, notes=notes, seconds=time.monotonic() - began)

@@ -180,5 +180,5 @@ def test_cached_latents_generate_what_the_whole_text_does(version: str):
             cached.next_logits(ids[:length]), whole.next_logits(ids[:length]), atol=1e-5, rtol=1e-5
         )
     cache = model.get_submodule("blocks.0.attention").cache
-    numbers = sum(tensor[0, 0].numel() for tensor in cache._kept)
+    numbers = sum(tensor[0, 0].numel() for tensor in vars(cache)["_kept"])
     assert numbers == 32 + 8

@@ -28,8 +28,7 @@ titan-exp compare --discoveries [STUDY...] [--alpha 0.05] [--json] [--markdown]
 
 {metrics}"""
 
-PAGE = "compare.html"
-"""File name of the HTML page beside the runs."""
+PAGE = "compare.html"  # file name of the HTML page beside the runs
 SUFFIXES = {"--markdown": ".md", "--csv": ".csv", "--latex": ".tex", "--json": ".json"}
 """File suffixes of the text formats; their flags may also be given without a file."""
 

@@ -16,8 +16,7 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat
 CONFIGURATION = ("config.json", "generation_config.json", "*/params.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ORIGINAL = ("consolidated.*.pth", "*/consolidated.*.pth")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-"""Files that a tokenizer may have; it needs one of them."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # files that a tokenizer may have; it needs one of them
 FILES: dict[str, tuple[str, ...]] = {
     "tokenizer": TOKENIZER,
     "config": CONFIGURATION,

@@ -11,10 +11,8 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 
-PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")
-"""Flags that name a primary configuration of yours."""
-LIST_OF_OPTIONS = re.compile(r"\+*[\w/]+=\[")
-"""First characters of an override that lists options of a group."""
+PRIMARY = ("--config-path", "-cp", "--config-name", "-cn")  # flags that name a primary configuration of yours
+LIST_OF_OPTIONS = re.compile(r"\+*[\w/]+=\[")  # first characters of an override that lists options of a group
 Task = Callable[[Any, Sequence[str]], int]
 """Function called with a composed configuration and the typed overrides; returns an exit code."""
 

@@ -48,12 +48,10 @@ COLUMNS = (
     *("run", "id", "rung", "state", "step", "loss", "validation loss", "tokens/s"),
     *("/predicted", "MFU", "GiB/predicted", "left", "GPU-hours"),
 )
-FIXED: tuple[str, ...] = ("run", "state", "step", "loss")
-"""Columns that every terminal shows."""
+FIXED: tuple[str, ...] = ("run", "state", "step", "loss")  # columns that every terminal shows
 FIRST = ("left", "rung", "validation loss", "tokens/s", "id", "MFU", "GPU-hours", "/predicted", "GiB/predicted")
 """Other columns by importance; columns of worlds, parents and reported metrics come after them."""
-LEFT = ("run", "id", "rung", "state", "continued from")
-"""Text columns."""
+LEFT = ("run", "id", "rung", "state", "continued from")  # text columns
 GAP, LABEL, NAMED = 2, 24, 3
 """Spaces between columns; width below which no run's name is cut to make room; names in a list that is cut."""
 WATCH_EVERY = 2.0

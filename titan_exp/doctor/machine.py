@@ -26,8 +26,7 @@ from titan_exp.trainer.distributed import RunOnRanks, require_usable_cuda
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.12, "launch": 0.03, "link": 0.2, "disk": 0.1}
 """Fraction of the measuring time by kind."""
-LOW_SHARE = 0.6
-"""Fraction of the data-sheet rate below which a measurement is highlighted."""
+LOW_SHARE = 0.6  # fraction of the data-sheet rate below which a measurement is highlighted
 
 
 @dataclass(frozen=True)

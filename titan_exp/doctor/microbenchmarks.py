@@ -23,8 +23,7 @@ from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.throughput import peak_by_name
 from titan_exp.trainer.distributed import RunOnRanks, serve
 
-MIN_CALLS, MAX_CALLS = 3, 50
-"""Minimum and maximum number of samples."""
+MIN_CALLS, MAX_CALLS = 3, 50  # minimum and maximum number of samples
 SAMPLE_SECONDS = 0.05
 """Seconds of a sample on a GPU: calls without a pause between them, at the clock that its power limit sustains."""
 GEMMS = {
@@ -36,16 +35,13 @@ ATTENTIONS = {"cuda": ((1, 32, 8, 8192, 128), (1, 32, 8, 8192, 64)), "cpu": ((1,
 """Batch, query heads, KV heads, sequence length, head dimension."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 FLOAT8 = ("float8_tensorwise", "float8_rowwise", "mxfp8")
-DTYPES = ("fp32", "bf16", *FLOAT8)
-"""Matmul dtypes, and recipes of float8 matmuls."""
+DTYPES = ("fp32", "bf16", *FLOAT8)  # matmul dtypes, and recipes of float8 matmuls
 MX_BLOCK, MX_TILE = 32, (128, 4)
 """Elements of a row that share an MXFP8 scale, and the rows and columns to which cuBLAS pads scales."""
-OPERATORS = 1000
-"""Operators launched by one call of the launch benchmark."""
+OPERATORS = 1000  # operators launched by one call of the launch benchmark
 SIZES = {"cuda": (2**12, 2**20, 2**24, 2**28), "cpu": (2**10, 2**16, 2**20, 2**24)}
 """Message sizes in bytes: all-reduce input, all-gather output. The smallest shows the latency."""
-BLOCK_BYTES, MAX_BYTES = 2**24, 2**32
-"""Bytes per write, and in total."""
+BLOCK_BYTES, MAX_BYTES = 2**24, 2**32  # bytes per write, and in total
 
 # Memory bandwidth in GB/s (10⁹ bytes) by torch device name, from the data sheets listed in
 # `tracking.throughput.PEAK_TFLOPS`. The whole name must match.
@@ -79,17 +75,13 @@ BANDWIDTHS: tuple[tuple[str, float], ...] = (
 class Measurement:
     """Measured rate, or the reason why it could not be measured."""
 
-    kind: str
-    """`gemm`, `attention`, `copy`, `host copy`, `launch`, `memory`, `link` or `disk`."""
+    kind: str  # `gemm`, `attention`, `copy`, `host copy`, `launch`, `memory`, `link` or `disk`
     name: str
-    value: float | None
-    """Median rate in `unit`; None if it cannot be measured on this machine."""
-    unit: str
-    """`TFLOP/s`, `GB/s` with 10⁹ bytes, `M/s` (10⁶) or `GiB`."""
+    value: float | None  # median rate in `unit`; None if it cannot be measured on this machine
+    unit: str  # `TFLOP/s`, `GB/s` with 10⁹ bytes, `M/s` (10⁶) or `GiB`
     seconds: float | None = None
     expected: float | None = None
-    note: str = ""
-    """Reason for a missing value, or a remark."""
+    note: str = ""  # reason for a missing value, or a remark
 
 
 def measure_rate(

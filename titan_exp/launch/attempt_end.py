@@ -29,8 +29,7 @@ from titan_exp.tracking.run_folder.run_folder import (
     StateName,
 )
 
-TAIL = 20
-"""Log lines shown for a rank without a traceback."""
+TAIL = 20  # log lines shown for a rank without a traceback
 LESS_MEMORY = "let it need less, with fewer processes per node, a lower data.prefetch"
 LESS_MEMORY += " or, on a CPU, a lower training.micro_batch_size"
 """Remedy for host memory."""
@@ -43,12 +42,9 @@ class AttemptResult:
     """Result of an attempt."""
 
     state: StateName
-    exit_code: int
-    """0 done, 85 stopped after saving, 86 hung, 2 failed by a UserError, 1 failed otherwise."""
-    reason: str | None
-    """One line; None if done."""
-    detail: str = ""
-    """Traceback of the first rank that failed, or the end of its log."""
+    exit_code: int  # 0 done, 85 stopped after saving, 86 hung, 2 failed by a UserError, 1 failed otherwise
+    reason: str | None  # one line; None if done
+    detail: str = ""  # traceback of the first rank that failed, or the end of its log
 
 
 @dataclass(frozen=True)
@@ -56,14 +52,11 @@ class RankFailure:
     """Failure of one rank."""
 
     rank: int
-    time: float
-    """Unix time; for a killed rank, when it was last seen alive."""
-    exit_code: int
-    """1 if unknown."""
+    time: float  # unix time; for a killed rank, when it was last seen alive
+    exit_code: int  # 1 if unknown
     reason: str
     detail: str
-    broken_collective: bool = False
-    """True if a collective broke: another rank failed first."""
+    broken_collective: bool = False  # True if a collective broke: another rank failed first
 
 
 def failure_from_error(record: RankRecord) -> RankFailure:

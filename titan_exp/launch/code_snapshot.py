@@ -93,10 +93,8 @@ def _is_package_installed(package: str) -> bool:
 _PYTHON = frozenset(Path(sysconfig.get_path(name)).absolute() for name in ("stdlib", "platstdlib"))
 FOLDER = f".code-{os.geteuid()}"
 """Name of the folder of this user's snapshots, beside the runs. Jobs import no code that another user placed there."""
-ROOTS = ("titan_exp", "hydra_plugins", "conf")
-"""Snapshot folders of a checkout; an installed package contains `conf`."""
-OWN_LIMIT = 100_000_000
-"""Maximum total size of copied user files, in bytes."""
+ROOTS = ("titan_exp", "hydra_plugins", "conf")  # snapshot folders of a checkout; an installed package contains `conf`
+OWN_LIMIT = 100_000_000  # maximum total size of copied user files, in bytes
 NAMES = 3
 
 
@@ -104,12 +102,9 @@ NAMES = 3
 class CodeSnapshot:
     """Import folders of a run's code on the ranks."""
 
-    package: str
-    """Copy of titan_exp; first on sys.path."""
-    own: str | None
-    """Copy of the user's repository, replacing the current folder on sys.path; None if not copied."""
-    loose: tuple[str, ...]
-    """Imported files that were not copied: edits take effect until the job starts."""
+    package: str  # copy of titan_exp; first on sys.path
+    own: str | None  # copy of the user's repository, replacing the current folder on sys.path; None if not copied
+    loose: tuple[str, ...]  # imported files that were not copied: edits take effect until the job starts
     left_out: tuple[str, ...] = ()
     """Files of copied packages that were left out: too large, or ignored by git without a visible import."""
 

@@ -26,8 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Why = Literal["evidence", "futility", "withheld", "last look", "a look to come"]
 """`withheld`: the arm that the evidence favours diverged alone in more pairs than the other."""
 
-CELLS = 500
-"""Cells of the null distribution in `nominal_level`, whose error falls with their square."""
+CELLS = 500  # cells of the null distribution in `nominal_level`, whose error falls with their square
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,14 @@ class Rule:
     """Chance of a wrong verdict, at most: of any among `tries`, and in either direction if there are two sides."""
     looks: tuple[int, ...] | None = None
     """Numbers of pairs after which the paired t-test is looked at; None for an e-value, looked at after every pair."""
-    futility: bool = True
-    """True to stop at a look where A is not ahead. It saves runs and adds no false verdict."""
+    futility: bool = True  # True to stop at a look where A is not ahead. It saves runs and adds no false verdict.
     sides: Literal[1, 2] = 2
     """2 if the verdict may be `worse` too, which halves the level of each; with 1 all of it is spent on `better`."""
     prior: float = 10.0
     """Prior variance of the effect in units of the variance of a pair: 4 to 10 expects effects of 2 to 3 sd."""
     tries: int = 1
     """Questions that share alpha equally (Bonferroni). A discovery among many takes an e-value of tries/alpha."""
-    most: int = 8
-    """Pairs after which an e-value is given up; planned looks end with their last."""
+    most: int = 8  # pairs after which an e-value is given up; planned looks end with their last
 
     def __post_init__(self) -> None:
         """Raises ValueError about a rule that has no level; a study's keys are checked where it is read."""
@@ -83,24 +80,18 @@ class Verdict:
 
     outcome: Outcome
     why: Why
-    pairs: int
-    """Complete pairs at the look that the numbers below are of; pairs after it are not looked at."""
+    pairs: int  # complete pairs at the look that the numbers below are of; pairs after it are not looked at
     next_look: int | None
     estimate: float | None
     """Mean difference over pairs that both arms finished, positive if A is better; exaggerated after an early stop."""
-    low: float | None
-    """Bounds of an interval that holds at all looks at once; None with fewer than two finished pairs."""
+    low: float | None  # bounds of an interval that holds at all looks at once; None with fewer than two finished pairs
     high: float | None
-    coverage: float
-    """Chance that the interval holds the truth at every look."""
-    e_better: float
-    """E-value against A being no better. It averages 1 at most if so, wherever the rule stops."""
+    coverage: float  # chance that the interval holds the truth at every look
+    e_better: float  # e-value against A being no better. It averages 1 at most if so, wherever the rule stops.
     e_worse: float
-    p_better: float
-    """One-sided p-value at this number of pairs, not corrected for looks."""
+    p_better: float  # one-sided p-value at this number of pairs, not corrected for looks
     p_worse: float
-    diverged: tuple[int, int, int]
-    """Number of pairs in which A alone, B alone, and both diverged."""
+    diverged: tuple[int, int, int]  # number of pairs in which A alone, B alone, and both diverged
     rule: Rule
 
     def sentence(self, a: str, b: str, metric: str = "the metric", *, lower: bool = True, rate: bool = True) -> str:
@@ -165,19 +156,13 @@ class Evidence:
 
     finished: Array
     mean: Array
-    squares: Array
-    """Sum of squares around the mean."""
-    won: Array
-    """Number of pairs in which B alone diverged."""
-    lost: Array
-    """Number of pairs in which A alone diverged."""
+    squares: Array  # sum of squares around the mean
+    won: Array  # number of pairs in which B alone diverged
+    lost: Array  # number of pairs in which A alone diverged
     both: Array
-    ahead: Array
-    """True if A is ahead: in the mean, or in won pairs once an arm alone diverged."""
-    e_values: tuple[Array, Array]
-    """For A being better, and worse."""
-    p_values: tuple[Array, Array]
-    """One-sided, for A being better, and worse."""
+    ahead: Array  # True if A is ahead: in the mean, or in won pairs once an arm alone diverged
+    e_values: tuple[Array, Array]  # for A being better, and worse
+    p_values: tuple[Array, Array]  # one-sided, for A being better, and worse
 
 
 def gather(differences: Array, prior: float) -> Evidence:
@@ -394,11 +379,9 @@ def falls_behind(differences: Array) -> Array:
 class PairedRun:
     """Run of a pair."""
 
-    value: float | None
-    """Metric at the end, not finite if the run diverged; None before the end."""
+    value: float | None  # metric at the end, not finite if the run diverged; None before the end
     tokens: int = 0
-    seconds: float | None = None
-    """Wall-clock time times processes, over all attempts; None if unknown."""
+    seconds: float | None = None  # wall-clock time times processes, over all attempts; None if unknown
 
 
 @dataclass(frozen=True)
@@ -409,10 +392,8 @@ class Standing:
     verdict: Verdict
     runs: int
     tokens: int
-    process_hours: float | None
-    """Hours times processes of all runs, GPU-hours on GPUs; None if unknown."""
-    dropped: str = ""
-    """Reason for ending the question between looks; empty if it goes on, or ended at a look."""
+    process_hours: float | None  # hours times processes of all runs, GPU-hours on GPUs; None if unknown
+    dropped: str = ""  # reason for ending the question between looks; empty if it goes on, or ended at a look
 
     @property
     def outcome(self) -> Outcome:

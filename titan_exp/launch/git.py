@@ -114,8 +114,7 @@ SOURCES = {".py", ".pyx", ".so", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"}
 """Suffixes of files that a run can import or compile."""
 KNOWN, NEW = ("--cached", "--others", "--exclude-standard"), ("--others", "--exclude-standard")
 """Options of git ls-files: for tracked and untracked files, and for untracked files only."""
-GIT_TIMEOUT = 60
-"""Seconds, because a repository on a slow network disk must not block a launch."""
+GIT_TIMEOUT = 60  # seconds, because a repository on a slow network disk must not block a launch
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:

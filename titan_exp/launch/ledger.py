@@ -28,30 +28,20 @@ class Registration:
 
     candidate: str
     baseline: str
-    arms: tuple[str, str]
-    """Ids of the candidate's and the baseline's configuration, without the seed."""
+    arms: tuple[str, str]  # ids of the candidate's and the baseline's configuration, without the seed
     metric: str
     better: Direction
-    validation: str
-    """Source and size of the validation set."""
-    parameters: int | None
-    """Parameters of the baseline's model, embeddings included; None of a class of the user's own."""
-    tokens: int
-    """Tokens that the baseline is trained on."""
-    looks: tuple[int, ...]
-    """Number of pairs at each look."""
-    anytime: bool
-    """True if every number of pairs may be looked at, by an e-value."""
+    validation: str  # source and size of the validation set
+    parameters: int | None  # parameters of the baseline's model, embeddings included; None of a class of the user's own
+    tokens: int  # tokens that the baseline is trained on
+    looks: tuple[int, ...]  # number of pairs at each look
+    anytime: bool  # True if every number of pairs may be looked at, by an e-value
     alpha: float
-    futility: bool
-    """True if the study stops early where a gain has become unlikely."""
-    tries: int
-    """Number of questions that share the error rate."""
-    seeds: tuple[int, ...]
-    """Seed of both runs of each pair."""
+    futility: bool  # True if the study stops early where a gain has become unlikely
+    tries: int  # number of questions that share the error rate
+    seeds: tuple[int, ...]  # seed of both runs of each pair
     time: float = 0.0
-    changed: tuple[str, ...] = ()
-    """Changes after the first look, which void the error rate."""
+    changed: tuple[str, ...] = ()  # changes after the first look, which void the error rate
     id: str = ""
     """Name of the question in the ledger, drawn at its registration; empty in a record of an earlier version."""
 
@@ -91,8 +81,7 @@ def _text(value: object) -> str:
 
 
 LEDGER = "questions.jsonl"
-LARGEST_E = 1e12
-"""Largest e-value of a row; JSON has no infinity, and a smaller e-value is one too."""
+LARGEST_E = 1e12  # largest e-value of a row; JSON has no infinity, and a smaller e-value is one too
 PURPOSE = b"titan_exp: row of questions.jsonl\0"
 
 
@@ -100,8 +89,7 @@ PURPOSE = b"titan_exp: row of questions.jsonl\0"
 class Question:
     """Row of the ledger: one question at one time."""
 
-    id: str
-    """Drawn at the registration, and kept by later rows of the question."""
+    id: str  # drawn at the registration, and kept by later rows of the question
     study: str
     candidate: str
     baseline: str
@@ -109,19 +97,15 @@ class Question:
     metric: str
     scale: str
     rule: str
-    pairs: int
-    """Pairs at the last look; 0 before the first."""
+    pairs: int  # pairs at the last look; 0 before the first
     outcome: Outcome
-    why: str
-    """Reason for the outcome, as of a verdict; `dropped` between looks."""
-    e_better: float
-    """E-value against the candidate being no better."""
+    why: str  # reason for the outcome, as of a verdict; `dropped` between looks
+    e_better: float  # e-value against the candidate being no better
     p_better: float
     changed: tuple[str, ...]
     dropped: str
     time: float
-    before: str = ""
-    """SHA-256 of the line before; empty in the first."""
+    before: str = ""  # SHA-256 of the line before; empty in the first
 
     @property
     def e_value(self) -> float:
@@ -134,12 +118,9 @@ class Ledger:
     """Content of the ledger of a folder of runs."""
 
     path: Path
-    rows: tuple[Question, ...]
-    """Rows that can be read, in the order of the file."""
-    faults: tuple[str, ...]
-    """Lines that are damaged, and places at which lines were changed or removed."""
-    foreign: tuple[int, ...]
-    """Lines that this user's key has not signed."""
+    rows: tuple[Question, ...]  # rows that can be read, in the order of the file
+    faults: tuple[str, ...]  # lines that are damaged, and places at which lines were changed or removed
+    foreign: tuple[int, ...]  # lines that this user's key has not signed
 
     @property
     def questions(self) -> list[Question]:

@@ -37,8 +37,7 @@ from titan_exp.tracking.run_folder.files import write_atomically
 
 Echo = Callable[[str], None]
 
-CODE = ("model.architecture", "training.objective")
-"""Keys whose code of yours a step in fp64 checks."""
+CODE = ("model.architecture", "training.objective")  # keys whose code of yours a step in fp64 checks
 KEYS = {
     "training": ("objective", "objective_options", "z_loss", "loss_chunk_tokens"),
     "parallelism": ("loss_parallel", "cp_method", "pp_schedule", "reshard_after_forward"),
@@ -46,8 +45,7 @@ KEYS = {
 }
 """Keys that a verdict depends on, beside the model and the axes that a run asks for."""
 HINT = "plan.layout_check=off starts without this check"
-MOST_FILES = 2000
-"""Maximum number of files of your code in a cache key; without a key, a verdict is not cached."""
+MOST_FILES = 2000  # maximum number of files of your code in a cache key; without a key, a verdict is not cached
 
 
 def is_checked(experiment: Experiment) -> bool:

@@ -87,8 +87,7 @@ class Provenance:
     code: CodeVersion
     diff: str
     environment: dict[str, Any]
-    frozen: CodeSnapshot | None = None
-    """Code snapshot; None if ranks import the code in place."""
+    frozen: CodeSnapshot | None = None  # code snapshot; None if ranks import the code in place
     _imported: dict[tuple[str, ...], list[tuple[CodeVersion, str]]] = field(default_factory=dict)
 
     def imported(self, experiment: Experiment) -> list[tuple[CodeVersion, str]]:
@@ -146,10 +145,8 @@ def _read_user_code(names: Sequence[str], own: CodeVersion) -> list[tuple[CodeVe
     return sorted(found, key=lambda part: part[0].name)
 
 
-LARGE_PATCH = 1_000_000
-"""Size in bytes at which a diff counts as large."""
-NAMES = 5
-"""Maximum number of names of files, or of runs, in a message."""
+LARGE_PATCH = 1_000_000  # size in bytes at which a diff counts as large
+NAMES = 5  # maximum number of names of files, or of runs, in a message
 DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
 
 

@@ -83,8 +83,7 @@ class RunConsole:
             os.close(devnull)
 
 
-DEBOUNCE = 0.5
-"""Debounce window in seconds, because some tools signal both the process and its group."""
+DEBOUNCE = 0.5  # debounce window in seconds, because some tools signal both the process and its group
 
 
 class Interrupts:
@@ -135,14 +134,11 @@ class Summary:
 
     state: str
     step: int
-    loss: Value
-    """Last logged training loss, in nats per token."""
+    loss: Value  # last logged training loss, in nats per token
     validation_loss: Value
-    tokens_per_second: Value
-    """Throughput of the whole job at the last logged step, as in `titan-exp status`."""
+    tokens_per_second: Value  # throughput of the whole job at the last logged step, as in `titan-exp status`
     reason: str | None = None
-    roofline: str | None = None
-    """Roofline note of the newest finished attempt."""
+    roofline: str | None = None  # roofline note of the newest finished attempt
 
 
 def summarize(folder: RunFolder) -> Summary:

@@ -38,26 +38,19 @@ class RoundsRecord(TypedDict, total=False):
 class StudyRun:
     """Study point and its run. Several points may share a run."""
 
-    label: str
-    """Varied values, including the seed."""
-    variant: str
-    """Varied values without the seed; runs of one variant are repetitions."""
+    label: str  # varied values, including the seed
+    variant: str  # varied values without the seed; runs of one variant are repetitions
     seed: int | None
-    run_id: str
-    """Run id, which is also the folder's name."""
+    run_id: str  # run id, which is also the folder's name
     experiment_id: str
     processes: int
     steps: int
     kind: str
     overrides: tuple[str, ...]
-    choices: Mapping[str, str] = field(default_factory=dict)
-    """Name of the chosen value by named list."""
-    round: int = 1
-    """Rung of successive halving, or batch of Optuna, from 1."""
-    typed: tuple[str, ...] = ()
-    """Keys that the command line set to values that the study's file does not have."""
-    rung: LadderRung | None = None
-    """Size and length of a point of a ladder."""
+    choices: Mapping[str, str] = field(default_factory=dict)  # name of the chosen value by named list
+    round: int = 1  # rung of successive halving, or batch of Optuna, from 1
+    typed: tuple[str, ...] = ()  # keys that the command line set to values that the study's file does not have
+    rung: LadderRung | None = None  # size and length of a point of a ladder
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,7 @@ class LadderRecord:
 
     metric: str
     better: str
-    baseline: str
-    """Arm that is the baseline; empty without axes."""
+    baseline: str  # arm that is the baseline; empty without axes
     runs: int
 
 
@@ -77,33 +69,24 @@ class StudyRecord:
 
     name: str
     question: str
-    size: str
-    """Chosen size; empty if the study has none."""
+    size: str  # chosen size; empty if the study has none
     typed: tuple[str, ...]
-    baseline: str | None
-    """Baseline variant of the comparison."""
-    metrics: Mapping[str, str]
-    """Better direction, `min` or `max`, by compared metric."""
-    points: tuple[StudyRun, ...]
-    """Points that can run, in study order."""
-    skipped: Mapping[str, str]
-    """Skip reasons of all other points, by label."""
+    baseline: str | None  # baseline variant of the comparison
+    metrics: Mapping[str, str]  # better direction, `min` or `max`, by compared metric
+    points: tuple[StudyRun, ...]  # points that can run, in study order
+    skipped: Mapping[str, str]  # skip reasons of all other points, by label
     lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Keys that a named list sets together, by list name."""
     rounds: RoundsRecord = field(default_factory=RoundsRecord)
     """Metric, better direction and, with halving, rungs and kept fraction; empty if all points start together."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Kind and bounds of each range of a search, by key."""
-    tune: str = ""
-    """Key over which each group of the comparison is tuned."""
-    others: tuple[StudyRun, ...] = ()
-    """Points of earlier calls that the last one did not ask for."""
+    tune: str = ""  # key over which each group of the comparison is tuned
+    others: tuple[StudyRun, ...] = ()  # points of earlier calls that the last one did not ask for
     registered: Registration | None = None
     dropped: str = ""
-    removed: tuple[StudyRun, ...] = ()
-    """Points of earlier calls that the study's file no longer has."""
-    ladder: LadderRecord | None = None
-    """Ladder of sizes; None of another study."""
+    removed: tuple[StudyRun, ...] = ()  # points of earlier calls that the study's file no longer has
+    ladder: LadderRecord | None = None  # ladder of sizes; None of another study
     time: float = 0.0
 
     @property
@@ -182,17 +165,13 @@ NAMED = "Name a run by its path, the beginning of its id, STUDY/LABEL or its URL
 class RunEntry:
     """Run found by name."""
 
-    folder: RunFolder
-    """Run folder; may not exist if its study has not started it."""
+    folder: RunFolder  # run folder; may not exist if its study has not started it
     label: str
-    group: str
-    """Name of the parent folder: a study or an `experiment.name`."""
-    point: StudyRun | None = None
-    """Point of the study; None outside a study."""
+    group: str  # name of the parent folder: a study or an `experiment.name`
+    point: StudyRun | None = None  # point of the study; None outside a study
     asked: bool = True
     removed: bool = False
-    rungs: int = 0
-    """Number of rungs of its study; 0 without successive halving."""
+    rungs: int = 0  # number of rungs of its study; 0 without successive halving
 
     @cached_property
     def run(self) -> Run:

@@ -52,10 +52,8 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_
 
 LAPTOP_PARAMETERS, LAPTOP_WIDTH = 1_697_472, 192
 """Parameters and width of `model=llama_laptop`, for which the learning rates of `conf/optimizer` are made."""
-MANY_TIMES = 100
-"""Number of times those parameters from which a model needs a learning rate of its own."""
-ID_LENGTH = 12
-"""Hex digits of an id (48 bits): collision probability 0.2 % for a million runs."""
+MANY_TIMES = 100  # number of times those parameters from which a model needs a learning rate of its own
+ID_LENGTH = 12  # hex digits of an id (48 bits): collision probability 0.2 % for a million runs
 
 
 def run_id(experiment: Experiment) -> str:
@@ -123,8 +121,7 @@ def _require_stable(value: object, key: str) -> None:
         raise UserError(f"{key}={value!r}: a {kind} has no stable text, so {no_name}. {remedy}")
 
 
-AUTO = "auto"
-"""Value of `checkpoint.continue_from` that chooses the related run with the most steps."""
+AUTO = "auto"  # value of `checkpoint.continue_from` that chooses the related run with the most steps
 MAY_DIFFER = (
     *LAYOUT,
     "training.steps",
@@ -132,8 +129,7 @@ MAY_DIFFER = (
     "lr_schedule",
     *(f"checkpoint.{key}" for key in ("continue_from", "continue_step", "continue_data")),
 )
-NEWEST = 100
-"""Number of run folders that are searched, newest first."""
+NEWEST = 100  # number of run folders that are searched, newest first
 
 
 @dataclass(frozen=True)

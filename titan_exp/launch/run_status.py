@@ -80,34 +80,26 @@ class StatusRow:
     """Row of the status table with the latest metrics; None if unknown."""
 
     label: str
-    group: str
-    """Study, or `experiment.name`."""
+    group: str  # study, or `experiment.name`
     run_id: str
     folder: str
     state: str
     step: int
-    steps: int | None
-    """Step after which the run ends."""
-    loss: Value
-    """In nats per token."""
+    steps: int | None  # step after which the run ends
+    loss: Value  # in nats per token
     tokens_per_second: Value
-    mfu: Value
-    """From 0 to 1."""
-    seconds_left: Value
-    """Remaining seconds of a running run, at its latest throughput."""
-    gpu_hours: Value
-    """GPU-hours of all attempts; None on CPU."""
+    mfu: Value  # from 0 to 1
+    seconds_left: Value  # remaining seconds of a running run, at its latest throughput
+    gpu_hours: Value  # GPU-hours of all attempts; None on CPU
     job_id: str | None
     reason: str | None
     removed: bool
     warning: str | None = None
-    memory: Value = None
-    """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
+    memory: Value = None  # peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU
     memory_predicted: Value = None
     tokens_per_second_predicted: Value = None
     validation_loss: Value = None
-    parent: str | None = None
-    """NAME/ID or URL of the run that a continued run begins from."""
+    parent: str | None = None  # NAME/ID or URL of the run that a continued run begins from
     parent_step: int | None = None
     rung: int | None = None
     groups: WorldsSummary | None = None

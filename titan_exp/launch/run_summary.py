@@ -25,8 +25,7 @@ from titan_exp.tracking.run_folder.run_folder import ENDED_STATES, Attempt, show
 class RecordedCode:
     """Code of a run."""
 
-    parts: tuple[CodePart, ...]
-    """titan_exp, then the user's repositories and packages."""
+    parts: tuple[CodePart, ...]  # titan_exp, then the user's repositories and packages
     changed: tuple[str, ...]
 
 
@@ -42,10 +41,8 @@ class SavedCheckpoint:
 class Relative:
     """Parent or child of a run."""
 
-    run: str
-    """NAME/ID, or URL."""
-    step: int
-    """Step at which the child begins."""
+    run: str  # NAME/ID, or URL
+    step: int  # step at which the child begins
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,7 @@ class RunSummary:
     """Everything that `titan-exp show` prints."""
 
     status: StatusRow
-    overrides: tuple[str, ...]
-    """Overrides that differ from today's defaults."""
+    overrides: tuple[str, ...]  # overrides that differ from today's defaults
     code: RecordedCode
     parents: tuple[Relative, ...] = ()
     children: tuple[Relative, ...] = ()
@@ -255,13 +251,10 @@ class RunDiff:
     a: str
     b: str
     configuration: tuple[Difference, ...]
-    code: tuple[str, ...]
-    """One line per repository or package."""
+    code: tuple[str, ...]  # one line per repository or package
     environment: tuple[Difference, ...]
-    data: tuple[Difference, ...]
-    """Identity and content of the training data as the ranks opened it."""
-    unknown: tuple[str, ...]
-    """Parts that one of the runs has not recorded."""
+    data: tuple[Difference, ...]  # identity and content of the training data as the ranks opened it
+    unknown: tuple[str, ...]  # parts that one of the runs has not recorded
 
     @property
     def is_empty(self) -> bool:

@@ -36,14 +36,12 @@ class RankStack:
     rank: int
     host: str
     pid: int
-    step: int
-    """Current step; the last finished one during evaluation or saving."""
+    step: int  # current step; the last finished one during evaluation or saving
     phase: str
     seconds: float
     place: str
     """`file:line in function` of the innermost main-thread frame outside site-packages and the standard library."""
-    collective: str | None
-    """Collective that blocks the main thread; None outside a collective."""
+    collective: str | None  # collective that blocks the main thread; None outside a collective
     issued: dict[str, int] = field(default_factory=dict)
     """Collectives issued so far per process group, from the flight recorder."""
 
@@ -113,18 +111,15 @@ def _issued(recorder: dict[str, Any] | None) -> dict[str, int]:
     return last
 
 
-REPORT_TIMEOUT = 15.0
-"""Seconds to wait for the stack records of all ranks after a hang is declared."""
+REPORT_TIMEOUT = 15.0  # seconds to wait for the stack records of all ranks after a hang is declared
 
 
 @dataclass(frozen=True)
 class HangDiagnosis:
     """Headline and text of a hang report."""
 
-    headline: str
-    """One line: step, phase, blocking ranks and evidence."""
-    text: str
-    """Headline, then one line per code position with its ranks."""
+    headline: str  # one line: step, phase, blocking ranks and evidence
+    text: str  # headline, then one line per code position with its ranks
 
 
 class HangFiles:
@@ -286,14 +281,11 @@ def _size(path: Path) -> int:
 
 
 POLL_INTERVAL = 1.0
-OTHER_PHASE_FACTOR = 3.0
-"""Limit multiplier for phases other than a regular step."""
-MEDIAN_FACTOR = 10.0
-"""Minimum limit of a regular step, in multiples of the median step time."""
+OTHER_PHASE_FACTOR = 3.0  # limit multiplier for phases other than a regular step
+MEDIAN_FACTOR = 10.0  # minimum limit of a regular step, in multiples of the median step time
 WARN_MEDIAN_FACTOR = 3.0
 """Median step times below which a regular step gets no warning; below the limit, so that slow steps warn first."""
-NATIVE_GRACE = 5.0
-"""Seconds past the limit before the C timer kills a rank that runs no Python."""
+NATIVE_GRACE = 5.0  # seconds past the limit before the C timer kills a rank that runs no Python
 RECORDER_ENTRIES = "2000"
 
 

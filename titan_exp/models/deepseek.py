@@ -83,8 +83,7 @@ def violations(config: LatentMoEConfig) -> Iterator[Violation]:
 block, state_dict_map = family.block, family.decoder_maps()
 
 
-V2, V3 = "deepseek_v2", "deepseek_v3"
-"""Values of `model_type`; Kimi K2's file uses V3's keys."""
+V2, V3 = "deepseek_v2", "deepseek_v3"  # values of `model_type`; Kimi K2's file uses V3's keys
 
 
 def _version(config: Config) -> str:

@@ -17,8 +17,7 @@ from titan_exp.models.spec.linear_attention import LinearAttentionFields, hybrid
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.rope import OptionalRope
 
-OUT_NORM_EPS = 1e-5
-"""Epsilon of the norm over the outputs of linear attention, independent of the other norms."""
+OUT_NORM_EPS = 1e-5  # epsilon of the norm over the outputs of linear attention, independent of the other norms
 
 
 @dataclass(frozen=True)

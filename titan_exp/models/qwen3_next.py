@@ -157,8 +157,7 @@ EXPERT_FIELDS: Mapping[str, Any] = {
     **{f"moe.balance.{key}": value for key, value in hf_keys.GLOBAL_BALANCE.items()},
 }
 """Fields of experts that have no keys in the file."""
-UNREAD = ("mtp.",)
-"""Prefixes of tensors that we do not read: modules of multi-token prediction."""
+UNREAD = ("mtp.",)  # prefixes of tensors that we do not read: modules of multi-token prediction
 
 huggingface = hf_keys.huggingface_class(
     "qwen3_next",

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.ops.triton_kernels import jit, rounded, tl
 
-BLOCK = 1024
-"""Elements per kernel program."""
+BLOCK = 1024  # elements per kernel program
 
 
 def bias_rates(steps: Tensor, *, lr: float, betas: tuple[float, float]) -> Tensor:

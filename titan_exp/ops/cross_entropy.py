@@ -18,8 +18,7 @@ Logits = Float[Tensor, "tokens vocab"]
 Tokens = Float[Tensor, " tokens"]
 Labels = Int[Tensor, " tokens"]
 
-IGNORE_INDEX = -100
-"""Label of a position without a target."""
+IGNORE_INDEX = -100  # label of a position without a target
 BLOCK, WARPS = 4096, 8
 """Logits of a row that a kernel program computes at a time, and its number of warps: 16 logits a thread."""
 
@@ -27,22 +26,17 @@ BLOCK, WARPS = 4096, 8
 class LossSum(NamedTuple):
     """Loss of a batch, summed over tokens, fp32, in nats."""
 
-    objective: Tensor
-    """The differentiated loss: cross-entropy plus z-loss."""
-    cross_entropy: Tensor
-    """Cross-entropy alone, detached; logged, so that curves with and without z-loss compare."""
-    z_loss: Tensor | None = None
-    """Z-loss alone, detached; None if its coefficient is 0."""
+    objective: Tensor  # the differentiated loss: cross-entropy plus z-loss
+    cross_entropy: Tensor  # cross-entropy alone, detached; logged, so that curves with and without z-loss compare
+    z_loss: Tensor | None = None  # z-loss alone, detached; None if its coefficient is 0
 
 
 @dataclass(frozen=True)
 class VocabShard:
     """Vocabulary shard whose logits this rank holds."""
 
-    first: int
-    """First token id of the shard."""
-    all_reduce_sum: Callable[[Tensor], Tensor]
-    """Sums a tensor over all shards, into a new tensor."""
+    first: int  # first token id of the shard
+    all_reduce_sum: Callable[[Tensor], Tensor]  # sums a tensor over all shards, into a new tensor
     all_reduce_max: Callable[[Tensor], Tensor]
     """Takes the elementwise maximum of a tensor over all shards, into a new tensor."""
 
@@ -286,10 +280,8 @@ class ChunkLoss(NamedTuple):
     """Loss of a chunk's logits, summed over tokens in fp32."""
 
     cross_entropy: Tensor
-    z: Tensor
-    """Z-loss; 0 without a coefficient."""
-    log_z: Tensor
-    """Log of each token's softmax denominator."""
+    z: Tensor  # z-loss; 0 without a coefficient
+    log_z: Tensor  # log of each token's softmax denominator
 
 
 def chunk_loss(  # compiled functions take positional arguments

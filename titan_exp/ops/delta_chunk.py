@@ -24,24 +24,17 @@ LEAST = -50.0
 class Chunk:
     """Tokens of a chunk by value head, in the state's dtype. Decays have one channel for Gated DeltaNet, else K."""
 
-    rows: Tensor
-    """Keys, then queries if outputs are wanted [batch, heads, 1 or 2, chunk, K]."""
-    values: Tensor
-    """Values [batch, heads, chunk, columns of the state]; zeros beyond the values' own columns."""
-    beta: Tensor
-    """Strengths [batch, heads, chunk, 1]."""
-    decay: Tensor
-    """Sum of log decays up to each token, its own included [batch, heads, chunk, 1 or K]."""
+    rows: Tensor  # keys, then queries if outputs are wanted [batch, heads, 1 or 2, chunk, K]
+    values: Tensor  # values [batch, heads, chunk, columns of the state]; zeros beyond the values' own columns
+    beta: Tensor  # strengths [batch, heads, chunk, 1]
+    decay: Tensor  # sum of log decays up to each token, its own included [batch, heads, chunk, 1 or K]
     visible: Tensor
     """True where a token (second to last dim) may read another one's write [batch or 1, 1, chunk, chunk]."""
     into: Tensor
     """Decay from the state before the chunk to each token, like `decay`; 0 if a document started on the way."""
-    out: Tensor
-    """Decay from each token to the end of the chunk, like `decay`; 0 if a document starts on the way."""
-    whole: Tensor
-    """Decay over the chunk [batch, heads, 1 or K, 1]."""
-    starts: Tensor | None
-    """True for the first token of a document [batch, 1, chunk, 1]; None if there is none."""
+    out: Tensor  # decay from each token to the end of the chunk, like `decay`; 0 if a document starts on the way
+    whole: Tensor  # decay over the chunk [batch, heads, 1 or K, 1]
+    starts: Tensor | None  # True for the first token of a document [batch, 1, chunk, 1]; None if there is none
 
     @property
     def key(self) -> Tensor:

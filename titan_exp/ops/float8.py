@@ -16,16 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.ops.triton_kernels import jit, rounded, runs_kernel, tl
 
-SIDE = 64
-"""Rows and columns of a kernel program's tile."""
+SIDE = 64  # rows and columns of a kernel program's tile
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-EPS = 1e-12
-"""Smallest amax, as in torchao."""
-SCALE_OF_ZEROS = 2.0**48
-"""Scale of zeros: the power of two below LARGEST / EPS."""
-BLOCK = 1024
-"""Columns of a token that a kernel program processes at a time."""
+EPS = 1e-12  # smallest amax, as in torchao
+SCALE_OF_ZEROS = 2.0**48  # scale of zeros: the power of two below LARGEST / EPS
+BLOCK = 1024  # columns of a token that a kernel program processes at a time
 
 
 @torch.library.custom_op("titan_exp::dual_amax", mutates_args=())

@@ -33,8 +33,7 @@ Before = Float[Tensor, "batch taps_minus_1 channels"]
 
 LinearAttentionBackend = Literal["fla", "torch"]
 
-CHUNK = 64
-"""Tokens of a chunk, inside which tokens are computed at once."""
+CHUNK = 64  # tokens of a chunk, inside which tokens are computed at once
 TRACED_CHUNKS = 8
 """Most chunks that a planner traces operator by operator; more are alike, and it counts them by their formula."""
 

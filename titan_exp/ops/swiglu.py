@@ -29,10 +29,8 @@ Weights = Float[Tensor, " rows"]
 GROUP = 32
 """Columns per group: gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching
 halves of both."""
-WIDE = (torch.float32, torch.float64)
-"""Dtypes of products before they are rounded."""
-CHUNK = 2**18
-"""Elements of gate and up that a CPU thread processes at a time."""
+WIDE = (torch.float32, torch.float64)  # dtypes of products before they are rounded
+CHUNK = 2**18  # elements of gate and up that a CPU thread processes at a time
 
 
 def swiglu(

@@ -8,12 +8,9 @@ from typing import Any
 class SwiGLUVariant:
     """Variant of SwiGLU: (up + offset) · gate · sigmoid(alpha · gate), with clamped gate and up."""
 
-    alpha: float = 1.0
-    """Factor inside the sigmoid."""
-    limit: float | None = None
-    """Upper bound of gate, and of |up|; None means no clamps."""
-    offset: float = 0.0
-    """Term added to up."""
+    alpha: float = 1.0  # factor inside the sigmoid
+    limit: float | None = None  # upper bound of gate, and of |up|; None means no clamps
+    offset: float = 0.0  # term added to up
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -21,5 +18,4 @@ class SwiGLUVariant:
         return vars(self)
 
 
-SWIGLU = SwiGLUVariant()
-"""Plain SwiGLU (Shazeer 2020)."""
+SWIGLU = SwiGLUVariant()  # plain SwiGLU (Shazeer 2020)

@@ -27,8 +27,7 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
 else:
     triton, tl = None, SimpleNamespace(tensor=Any, constexpr=Any)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that fp32 arithmetic serves."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that fp32 arithmetic serves
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -9,11 +9,9 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-TRUNCATION = 3.0
-"""Bound of the distribution in standard deviations."""
+TRUNCATION = 3.0  # bound of the distribution in standard deviations
 
-GAMMA = 0x9E3779B97F4A7C15
-"""Increment of SplitMix64 per counter."""
+GAMMA = 0x9E3779B97F4A7C15  # increment of SplitMix64 per counter
 
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """Shift and multiplier of the first two mixing rounds; the third shifts by 31."""

@@ -17,10 +17,8 @@ from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.optimizer import ScalesGradients
 from titan_exp.optim.parameter_groups import NamedParameter
 
-REST = "rest"
-"""Name of the parameters whose group has no `max_grad_norm`."""
-AVERAGE_NORM = "average_grad_norm"
-"""Key of AdaGC's average norm in a parameter's optimizer state."""
+REST = "rest"  # name of the parameters whose group has no `max_grad_norm`
+AVERAGE_NORM = "average_grad_norm"  # key of AdaGC's average norm in a parameter's optimizer state
 
 
 @torch.no_grad()
@@ -111,8 +109,7 @@ def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
 class NormClipper:
     """Clips gradients only by their global norm, perhaps inside the optimizer's step; without `max_norm`, never."""
 
-    in_place = False
-    """True if gradients must have the dtype of their parameters."""
+    in_place = False  # True if gradients must have the dtype of their parameters
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], max_norm: float | None) -> None:
         self._scaling = optimizer if isinstance(optimizer, ScalesGradients) else None

@@ -20,12 +20,9 @@ from titan_exp.ops.autograd import local_tensor
 from titan_exp.optim.optimizer import GroupOptimizer, adamw_state
 from titan_exp.optim.parameter_groups import NamedParameter, parameter_groups
 
-ROWS, COLUMNS = -2, -1
-"""Dims of a matrix, after the expert dim of a stack."""
-BATCH_ELEMENTS = 2**26
-"""Number of matrix elements that a rank computes with at a time, unless one matrix is larger."""
-NOISE = 1e-4
-"""Magnitude of a number, relative to the largest of its matrix, at which half of it counts as signal."""
+ROWS, COLUMNS = -2, -1  # dims of a matrix, after the expert dim of a stack
+BATCH_ELEMENTS = 2**26  # number of matrix elements that a rank computes with at a time, unless one matrix is larger
+NOISE = 1e-4  # magnitude of a number, relative to the largest of its matrix, at which half of it counts as signal
 
 
 C = TypeVar("C", bound=MatrixOptimizerConfig)
@@ -80,10 +77,8 @@ class ShardAxis:
     group: dist.ProcessGroup
     size: int
     rank: int
-    dim: int
-    """`ROWS` or `COLUMNS`."""
-    applied_last: bool
-    """True for FSDP over a dim that another axis shards too: it divides that axis's shards."""
+    dim: int  # `ROWS` or `COLUMNS`
+    applied_last: bool  # True for FSDP over a dim that another axis shards too: it divides that axis's shards
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from titan_exp.optim.matrices import (
 )
 from titan_exp.optim.parameter_groups import NamedParameter
 
-SIDES = {"left": ROWS, "right": COLUMNS}
-"""Sides of a matrix, and the dim that each side's basis rotates."""
+SIDES = {"left": ROWS, "right": COLUMNS}  # sides of a matrix, and the dim that each side's basis rotates
 
 
 def build(parameters: Sequence[NamedParameter], config: Config) -> torch.optim.Optimizer:

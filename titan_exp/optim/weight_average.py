@@ -10,8 +10,7 @@ import torch
 from titan_exp.config.groups.training import WeightAverageConfig
 from titan_exp.ops.autograd import local_tensor
 
-AVERAGE = "weight_average"
-"""Key of the average in a parameter's optimizer state."""
+AVERAGE = "weight_average"  # key of the average in a parameter's optimizer state
 
 
 class WeightAverage:

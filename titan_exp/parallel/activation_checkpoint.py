@@ -33,8 +33,7 @@ from titan_exp.parallel.saved_calls import (
     with_attention_cache,
 )
 
-LEAST_BUDGET = 1e-9
-"""Memory budget at which a block saves only what it must."""
+LEAST_BUDGET = 1e-9  # memory budget at which a block saves only what it must
 
 
 def apply_activation_checkpointing(

@@ -40,25 +40,19 @@ from titan_exp.parallel.tensor_parallel.layers import TensorParallelGroup
 class Received:
     """Rows that a rank received for its experts."""
 
-    rows: Float[Tensor, "received dim"]
-    """Rows, sorted by expert, source rank and token."""
+    rows: Float[Tensor, "received dim"]  # rows, sorted by expert, source rank and token
     weights: Float[Tensor, " received"] | None
-    ends: Int32[Tensor, " local"]
-    """End of the rows of each of this rank's experts."""
-    order: Any
-    """Order or placement of the rows; the exchange needs it to send them back."""
+    ends: Int32[Tensor, " local"]  # end of the rows of each of this rank's experts
+    order: Any  # order or placement of the rows; the exchange needs it to send them back
 
 
 @dataclass(frozen=True)
 class TokenExchange:
     """All-to-all exchange of one layer's rows among expert-parallel ranks, which have equally many experts."""
 
-    sent: Int64[Tensor, " ranks"]
-    """Rows that this rank sends to each rank, on the CPU."""
-    received: Int64[Tensor, " ranks"]
-    """Rows that it receives from each rank, on the CPU."""
-    counts: Int64[Tensor, "ranks local"]
-    """Rows received from each rank for each of this rank's experts."""
+    sent: Int64[Tensor, " ranks"]  # rows that this rank sends to each rank, on the CPU
+    received: Int64[Tensor, " ranks"]  # rows that it receives from each rank, on the CPU
+    counts: Int64[Tensor, "ranks local"]  # rows received from each rank for each of this rank's experts
     group: str
 
     @staticmethod
@@ -149,10 +143,8 @@ def use_symmetric_memory() -> None:
 class SymmetricExchange:
     """Symmetric-memory exchange of one layer's rows among expert-parallel ranks, which have equally many experts."""
 
-    splits: Int64[Tensor, " experts"]
-    """Rows that this rank sends to each expert."""
-    room: int
-    """Number of rows that the results have room for."""
+    splits: Int64[Tensor, " experts"]  # rows that this rank sends to each expert
+    room: int  # number of rows that the results have room for
     ranks: int
     group: str
 
@@ -346,8 +338,7 @@ class _Join(torch.autograd.Function):
 class ExpertParallelDispatch:
     """Expert-parallel dispatch: replaces the local dispatch of `MoEFeedForward`."""
 
-    group: str
-    """Name of the process group of ranks that hold different experts."""
+    group: str  # name of the process group of ranks that hold different experts
     degree: int
     channels: TokenGroup | None
     """Ranks that hold different channels of the same experts and need each other's tokens; None if there is one."""

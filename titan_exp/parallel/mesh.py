@@ -235,17 +235,14 @@ return_rows.register_autograd(_backward_rows, setup_context=_set_rows)
 class Mesh:
     """Device mesh and process groups of this rank. Values are cached: indexing a DeviceMesh takes 0.1 ms."""
 
-    world: DeviceMesh
-    """Mesh of all axes; tp varies fastest, so that its ranks are neighbours."""
-    sharding: DeviceMesh
-    """Mesh with axes pp, dp_replicate, fsdp, tp over the same ranks."""
+    world: DeviceMesh  # mesh of all axes; tp varies fastest, so that its ranks are neighbours
+    sharding: DeviceMesh  # mesh with axes pp, dp_replicate, fsdp, tp over the same ranks
     experts: DeviceMesh | None
     """Mesh with axes pp, dp_replicate, efsdp, ep, etp; None if experts are sharded like other weights."""
     device: torch.device
     cpu_group: dist.ProcessGroup
     """Group of all ranks over gloo, for token counts and flags that must not wait for the device."""
-    sequence_shard: ShardedSequence
-    """Shard of each sequence that this rank computes."""
+    sequence_shard: ShardedSequence  # shard of each sequence that this rank computes
 
     @cached_property
     def dp_rank(self) -> int:

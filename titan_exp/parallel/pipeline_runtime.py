@@ -33,8 +33,7 @@ from titan_exp.parallel.step_observer import StepObserver, step_observer
 class ActivationSpec:
     """Shape, dtype and device of the hidden states that stages send each other."""
 
-    shape: tuple[int, ...]
-    """[rows, tokens, dim] of one micro-batch on one rank."""
+    shape: tuple[int, ...]  # [rows, tokens, dim] of one micro-batch on one rank
     dtype: torch.dtype
     device: torch.device
 
@@ -134,8 +133,7 @@ class P2POp:
 
     sending: bool
     peer: int
-    action: Action
-    """Action that produces the tensor."""
+    action: Action  # action that produces the tensor
 
 
 Step = Action | P2POp

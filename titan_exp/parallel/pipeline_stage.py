@@ -114,8 +114,7 @@ class BackwardSplit:
 class _Branch(NamedTuple):
     """Weights that branch off the path at one node of the backward graph."""
 
-    weights: set[Node]
-    """Nodes that accumulate their gradients."""
+    weights: set[Node]  # nodes that accumulate their gradients
     begins: tuple[GradientEdge, ...] = ()
     """Edges off the path, if a weight is also used further down the path; empty stands for all edges."""
 
@@ -189,13 +188,10 @@ class Stage:
     """A pipeline stage on this rank."""
 
     number: int
-    last: bool
-    """True for the last stage, whose output is the loss."""
+    last: bool  # True for the last stage, whose output is the loss
     module: nn.Module
-    shared: tuple[str, ...] = ()
-    """Parameters that the last stage has a copy of."""
-    copied: tuple[str, ...] = ()
-    """Parameters that are copies of the first stage's."""
+    shared: tuple[str, ...] = ()  # parameters that the last stage has a copy of
+    copied: tuple[str, ...] = ()  # parameters that are copies of the first stage's
     _passes: dict[int, _Pass] = field(default_factory=dict)
 
     def forward(self, microbatch: int, hidden: Tensor | None, compute: Forward) -> Tensor:

@@ -21,8 +21,7 @@ from titan_exp.parallel.meta_init import local_shard
 class ClippableAttention(Protocol):
     """Attention whose projections QK-Clip scales."""
 
-    spec: AttentionSpec
-    """Heads of the whole layer."""
+    spec: AttentionSpec  # heads of the whole layer
     core: CausalAttention | ContextAttention | UlyssesAttention
     """Module that computes the scores: this rank's heads, its queries, or a part of its heads (Ulysses)."""
 

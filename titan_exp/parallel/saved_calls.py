@@ -20,8 +20,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.parallelism import AutomaticSave
 from titan_exp.ops.matmul_flops import matmul_flops
 
-FLEX_ATTENTION = "flex_attention"
-"""Name of FlexAttention in the trace of a block, where it is not compiled."""
+FLEX_ATTENTION = "flex_attention"  # name of FlexAttention in the trace of a block, where it is not compiled
 Kept = tuple[Sequence[Any], Sequence[int | None]]
 """Results of a call; for each, the index of the argument that it is, or None."""
 
@@ -118,8 +117,7 @@ class _RoutingMode(_CompiledCodeMode):
         return result
 
 
-Call = tuple[str, int]
-"""Operator call: name with overload, and index among the block's calls of this operator."""
+Call = tuple[str, int]  # operator call: name with overload, and index among the block's calls of this operator
 
 
 def call_name(operator: str, index: int) -> str:
@@ -132,16 +130,13 @@ class TracedCall:
     """Operator call whose output may be saved."""
 
     call: Call
-    module: str
-    """Path of the calling module in the block."""
+    module: str  # path of the calling module in the block
     bytes: int
     flops: int
-    always: bool
-    """True if it is never recomputed: attention, collectives that do not grow their input, top-k routing."""
+    always: bool  # True if it is never recomputed: attention, collectives that do not grow their input, top-k routing
     reached: bool
     """True if backward without a compiler repeats the call: it precedes the last tensor that backward reads."""
-    read: bool
-    """True if backward with a compiler repeats the call: a tensor that backward reads comes from its output."""
+    read: bool  # True if backward with a compiler repeats the call: a tensor that backward reads comes from its output
 
 
 @dataclass(frozen=True)
@@ -149,12 +144,9 @@ class SavedCalls:
     """Calls of a block whose outputs are saved, within a budget."""
 
     traced: tuple[TracedCall, ...]
-    automatic: AutomaticSave
-    """Share of blocks that save one call more than the others."""
-    budget: float
-    """Bytes of saved matmuls as a share of all that backward needs."""
-    compiled: bool
-    """True if a compiler drops calls whose results nothing reads."""
+    automatic: AutomaticSave  # share of blocks that save one call more than the others
+    budget: float  # bytes of saved matmuls as a share of all that backward needs
+    compiled: bool  # True if a compiler drops calls whose results nothing reads
 
     @cached_property
     def always(self) -> tuple[TracedCall, ...]:

@@ -1,9 +1,7 @@
 """Memory of a token exchange through symmetric memory: rows in the worst case, bytes of buffers. Imports no torch."""
 
-WEIGHT_BYTES = 4
-"""Bytes of a row's weight, in fp32."""
-BUFFERS = 4
-"""Number of buffers for sent and for received rows: two sets in each direction, used in turn."""
+WEIGHT_BYTES = 4  # bytes of a row's weight, in fp32
+BUFFERS = 4  # number of buffers for sent and for received rows: two sets in each direction, used in turn
 
 
 def worst_case(tokens: int, choices: int, local_experts: int, ranks: int) -> int:

@@ -18,10 +18,8 @@ segment size of the small pool."""
 LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 """kLargeBuffer, the segment size of the large pool for blocks below kMinLargeAlloc; larger blocks get a dedicated
 segment, rounded up to kRoundLarge."""
-GRAPH = -2
-"""Stream of allocations in the pool of a CUDA graph."""
-ADDRESSES = 2**21 * LARGE_BUFFER
-"""Address range of an expandable segment, larger than any device's memory."""
+GRAPH = -2  # stream of allocations in the pool of a CUDA graph
+ADDRESSES = 2**21 * LARGE_BUFFER  # address range of an expandable segment, larger than any device's memory
 
 
 Event = tuple[int, int, int]
@@ -45,18 +43,13 @@ class Events:
 class Reserved:
     """Statistics of a replay."""
 
-    allocated: int
-    """Peak bytes in blocks: `torch.cuda.max_memory_allocated`."""
-    reserved: int
-    """Peak bytes reserved from the driver: `torch.cuda.max_memory_reserved`."""
-    retries: int
-    """Allocation retries on a full device, after a synchronizing release of cached segments."""
-    fits: bool
-    """False if a retry failed: out of memory."""
+    allocated: int  # peak bytes in blocks: `torch.cuda.max_memory_allocated`
+    reserved: int  # peak bytes reserved from the driver: `torch.cuda.max_memory_reserved`
+    retries: int  # allocation retries on a full device, after a synchronizing release of cached segments
+    fits: bool  # False if a retry failed: out of memory
 
 
-STEPS = 3
-"""Number of replayed steps; block addresses are stable afterwards."""
+STEPS = 3  # number of replayed steps; block addresses are stable afterwards
 
 
 def steady_reserved(
@@ -133,8 +126,7 @@ class Block:
     address: int
     size: int
     pool: "_Pool"
-    mapped: bool = True
-    """False for unmapped address ranges of expandable segments."""
+    mapped: bool = True  # False for unmapped address ranges of expandable segments
     allocated: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
@@ -153,10 +145,8 @@ class _Pool:
     """Free blocks of a stream, small or large."""
 
     small: bool
-    free: list[tuple[int, int, Block]] = field(default_factory=list)
-    """Sizes, addresses and blocks, sorted."""
-    unmapped: list[tuple[int, Block]] = field(default_factory=list)
-    """Addresses and blocks, sorted."""
+    free: list[tuple[int, int, Block]] = field(default_factory=list)  # sizes, addresses and blocks, sorted
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)  # addresses and blocks, sorted
 
     @property
     def page(self) -> int:

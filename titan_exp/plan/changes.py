@@ -22,17 +22,14 @@ from titan_exp.rules import check
 from titan_exp.tracking.display import format_bytes
 
 MAX_SUGGESTIONS = 3
-TIME_LIMIT = 60.0
-"""Time limit in seconds; no further combination is predicted after it."""
+TIME_LIMIT = 60.0  # time limit in seconds; no further combination is predicted after it
 BATCH = 2
-COPY = "copy of the state"
-"""Category of the memory that an asynchronous save holds on a CPU."""
+COPY = "copy of the state"  # category of the memory that an asynchronous save holds on a CPU
 RECOMPUTATION = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
 """Cost, and best-case factor of activations, by suggested value of activation_checkpoint.mode."""
 OF_MICRO_BATCH = ("activations", "loss", "communication", "other")
 """Memory categories in proportion to the size of micro-batches."""
-SHARDED = ("parameters", "gradients", "optimizer")
-"""Memory categories divided by the number of shards."""
+SHARDED = ("parameters", "gradients", "optimizer")  # memory categories divided by the number of shards
 
 
 @dataclass(frozen=True)
@@ -40,15 +37,11 @@ class Offer:
     """Move that may save memory; the default saves none."""
 
     move: Move | None = None
-    option: str = ""
-    """Key of the move, or `parallelism`; a suggestion has at most one move per option."""
-    cost: float = 0.0
-    """Cost in speed, numerics or devices, in a unit that only orders offers."""
-    categories: tuple[str, ...] | None = ()
-    """Memory categories that shrink; None means all."""
+    option: str = ""  # key of the move, or `parallelism`; a suggestion has at most one move per option
+    cost: float = 0.0  # cost in speed, numerics or devices, in a unit that only orders offers
+    categories: tuple[str, ...] | None = ()  # memory categories that shrink; None means all
     factor: float = 1.0
-    growth: float = 1.0
-    """Factor of activations, which more sequences in a micro-batch enlarge."""
+    growth: float = 1.0  # factor of activations, which more sequences in a micro-batch enlarge
 
 
 @dataclass(frozen=True)
@@ -63,11 +56,9 @@ class Suggestion:
 class Changes:
     """Result of looking for changes that make a run fit."""
 
-    found: list[Suggestion]
-    """Cheapest suggestions, each predicted; empty if none is found in time."""
+    found: list[Suggestion]  # cheapest suggestions, each predicted; empty if none is found in time
     tried: list[tuple[str, ...]]
-    is_cut_off: bool
-    """True if the time limit left combinations untried before any was found to fit."""
+    is_cut_off: bool  # True if the time limit left combinations untried before any was found to fit
 
 
 def find_changes(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> Changes:

@@ -50,8 +50,7 @@ from titan_exp.trainer.parts import build_part
 
 STEPS, RESTORED_AFTER = 12, (1, 9)
 """Steps of the trial, and the steps after which its state is restored into a new optimizer."""
-LARGEST_SIDE = 32
-"""Size to which parameter dims are cut."""
+LARGEST_SIDE = 32  # size to which parameter dims are cut
 _WITHOUT = "or train without checkpoints (checkpoint=none)"
 
 
@@ -237,8 +236,7 @@ def _samples(named: Sequence[NamedParameter]) -> list[NamedParameter]:
     return samples
 
 
-DECAY_SAMPLES = 1000
-"""Largest number of steps at which a decay is evaluated."""
+DECAY_SAMPLES = 1000  # largest number of steps at which a decay is evaluated
 
 
 def check_user_code(experiment: Experiment) -> None:

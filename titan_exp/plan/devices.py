@@ -32,30 +32,22 @@ class Device:
     """Accelerator, and the kernels that a run uses on it."""
 
     name: str
-    memory: int
-    """Memory in bytes, as the driver reports it to CUDA."""
+    memory: int  # memory in bytes, as the driver reports it to CUDA
     bf16_tflops: float
     fp8_tflops: float | None
     """Dense peaks, TFLOP/s; bf16's is the denominator of MFU, and fp8's is None without support."""
-    gemm: Mapping[str, float]
-    """Sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` means no recipe."""
+    gemm: Mapping[str, float]  # sustained TFLOP/s of large matmuls, by quantization recipe; `bf16` means no recipe
     copy_tbs: float
     """Sustained bandwidth of copies and passes over all weights (casts, norm, optimizer), TB/s read plus written."""
     elementwise_tbs: float
     link_gbs: float
-    network_gbs: float
-    """Network, GB/s: the device's share of a node's adapters."""
-    host_gbs: float = 64.0
-    """Link to host memory, GB/s."""
-    link_share: float = 1.0
-    """Share of a link's rate that large messages reach."""
-    message_us: float = 0.0
-    """Latency of a message in microseconds."""
+    network_gbs: float  # network, GB/s: the device's share of a node's adapters
+    host_gbs: float = 64.0  # link to host memory, GB/s
+    link_share: float = 1.0  # share of a link's rate that large messages reach
+    message_us: float = 0.0  # latency of a message in microseconds
     link_hop_us: float = 0.0
-    network_hop_us: float = 0.0
-    """Additional latency of a ring's hop within a node, and to another node."""
-    launch_us: float = 0.0
-    """Host time per operator in microseconds: Python, torch's dispatcher, kernel launch."""
+    network_hop_us: float = 0.0  # additional latency of a ring's hop within a node, and to another node
+    launch_us: float = 0.0  # host time per operator in microseconds: Python, torch's dispatcher, kernel launch
     launches_ahead: bool = True
     """True if the host launches operators while the device computes, so that the slower of both counts."""
     attention: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
@@ -63,13 +55,10 @@ class Device:
     context_gib: float = 0.0
     communicator_gib: float = 0.0
     """Memory of the CUDA context and its code, and of NCCL's buffers per process group, GiB."""
-    capability: tuple[int, int] | None = None
-    """CUDA compute capability; None without CUDA."""
-    matmul_workspace: int = 0
-    """Bytes of torch's cuBLAS workspace per thread; 0 if unknown."""
+    capability: tuple[int, int] | None = None  # CUDA compute capability; None without CUDA
+    matmul_workspace: int = 0  # bytes of torch's cuBLAS workspace per thread; 0 if unknown
     multiprocessors: int = 132
-    watts: int | None = None
-    """Power limit at which these rates hold."""
+    watts: int | None = None  # power limit at which these rates hold
     bandwidth_tbs: float | None = None
     driver_names: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -154,15 +143,11 @@ class DeviceMemory:
     """Device and memory capacity of a run."""
 
     device: Device | None
-    capacity: int | None
-    """Bytes shared by `sharing` processes; None if unknown."""
-    sharing: int
-    """Number of processes that share the memory: one on a GPU, all of a node on a CPU."""
+    capacity: int | None  # bytes shared by `sharing` processes; None if unknown
+    sharing: int  # number of processes that share the memory: one on a GPU, all of a node on a CPU
     overhead: int
-    name: str
-    """Name of the device: `H100 80GB SXM`, `this machine`."""
-    unknown: str = ""
-    """Reason for an unknown capacity, and the key that sets it."""
+    name: str  # name of the device: `H100 80GB SXM`, `this machine`
+    unknown: str = ""  # reason for an unknown capacity, and the key that sets it
 
 
 def device_memory_of(layout: ResolvedLayout, spec: ModelSpec | None, runs: Path) -> DeviceMemory:

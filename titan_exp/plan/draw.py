@@ -80,8 +80,7 @@ class ShardedWeight:
 
     stage: int
     name: str
-    layers: tuple[int, ...]
-    """Blocks with this weight; empty for a weight outside blocks."""
+    layers: tuple[int, ...]  # blocks with this weight; empty for a weight outside blocks
     shape: tuple[int, ...]
     itemsize: int
     cuts: tuple[tuple[str, int], ...]
@@ -135,10 +134,8 @@ def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
 
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-UNIT_US = 1000.0
-"""Microseconds of a forward pass if no rates are known."""
-MIN_GAP = 1e-6
-"""Minimum idle time as a share of a forward pass; less is rounding."""
+UNIT_US = 1000.0  # microseconds of a forward pass if no rates are known
+MIN_GAP = 1e-6  # minimum idle time as a share of a forward pass; less is rounding
 
 
 @dataclass(frozen=True)
@@ -233,8 +230,7 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
 """Files of `page/` in the order of inclusion."""
-POINTS = 8000
-"""Number of points in memory timelines, for all pipeline ranks together."""
+POINTS = 8000  # number of points in memory timelines, for all pipeline ranks together
 MIN_POINTS = 100
 
 

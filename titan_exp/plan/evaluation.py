@@ -34,11 +34,9 @@ class Evaluated:
     """Evaluation on one set of documents, in the plan of a run; an extension's class overrides all but the fields.
     Importing it imports no torch."""
 
-    experiment: Experiment
-    """Run with a resolved layout, and the data and sequence length of this evaluation."""
+    experiment: Experiment  # run with a resolved layout, and the data and sequence length of this evaluation
     name: str = VALIDATION
-    holds_out: bool = True
-    """True if only held-out documents are read."""
+    holds_out: bool = True  # True if only held-out documents are read
 
     @property
     def inputs(self) -> Any:
@@ -103,17 +101,14 @@ class EvaluationTrace:
     """Second pass of an evaluation on a rank."""
 
     name: str
-    passing: "Moment"
-    """Peak memory without what the rank holds before and after."""
+    passing: "Moment"  # peak memory without what the rank holds before and after
     costs: "OpCosts"
-    axes: Mapping[str, Sequence[int]]
-    """Ranks of this rank's groups, by mesh axis of its messages."""
+    axes: Mapping[str, Sequence[int]]  # ranks of this rank's groups, by mesh axis of its messages
     events: Sequence[tuple[int, int, int]]
     """Allocations and releases in device memory; of an extrapolated run those of a small model."""
 
 
-Tracer = Callable[[Any, Callable[[], object]], "Trace"]
-"""Traces the second of two calls on a fake rank."""
+Tracer = Callable[[Any, Callable[[], object]], "Trace"]  # traces the second of two calls on a fake rank
 
 
 def trace_evaluations(rank: Any, kinds: Sequence[Evaluated], tracer: Tracer) -> list[EvaluationTrace]:

@@ -29,10 +29,8 @@ from titan_exp.plan.caching_allocator import rounded
 from titan_exp.plan.trace.torch_patches import GPU, replaced_attributes
 from titan_exp.quantization.recipes import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
 
-BLOCK = 32
-"""Number of elements that share an MXFP8 scale."""
-TILE_ROWS, TILE_COLUMNS = 128, 4
-"""Multiples to which the rows and columns of MXFP8 scales are padded."""
+BLOCK = 32  # number of elements that share an MXFP8 scale
+TILE_ROWS, TILE_COLUMNS = 128, 4  # multiples to which the rows and columns of MXFP8 scales are padded
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
@@ -153,22 +151,17 @@ _IN = {
 
 FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention.default
 BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
-MASK_ALIGNMENT = 8
-"""Alignment of mask rows, in elements: `mem_eff_alignment` of aten's attention.cpp."""
-IN_REGISTERS = 128
-"""Largest head_dim whose output the forward kernels accumulate in registers (`kMaxK` in cutlassF.h)."""
+MASK_ALIGNMENT = 8  # alignment of mask rows, in elements: `mem_eff_alignment` of aten's attention.cpp
+IN_REGISTERS = 128  # largest head_dim whose output the forward kernels accumulate in registers (`kMaxK` in cutlassF.h)
 
 
 @dataclass(frozen=True)
 class Kernel:
     """Backward kernel of `dispatch_cutlassB_*_sm80` without dropout (cutlassB.h)."""
 
-    widest: int
-    """Largest head_dim: `kMaxK`."""
-    rows: int
-    """Queries per tile: `kBlockSizeI`."""
-    keys: int
-    """Keys per tile: `kBlockSizeJ`."""
+    widest: int  # largest head_dim: `kMaxK`
+    rows: int  # queries per tile: `kBlockSizeI`
+    keys: int  # keys per tile: `kBlockSizeJ`
 
     def workspace(self, shape: tuple[int, int, int, int], keys: int, *, half: bool) -> int:
         """Workspace bytes, as in `Params::workspace_size`, for queries [batch, heads, rows, head_dim]."""
@@ -263,8 +256,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-FLASH_ROWS, FLASH_WIDTH = 128, 32
-"""Multiples to which flash attention's backward pass rounds up rows and head_dim."""
+FLASH_ROWS, FLASH_WIDTH = 128, 32  # multiples to which flash attention's backward pass rounds up rows and head_dim
 _PLAIN_RMS_NORM = F.rms_norm
 _MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default=None)
 """Streaming multiprocessors of the GPU, if attention is deterministic."""

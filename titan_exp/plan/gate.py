@@ -30,8 +30,7 @@ BYTES_PER_PARAMETER = 128
 """Bytes per parameter in the upper bound: 20 for weight, gradient and three elements of optimizer state; 28 for FSDP's
 gathered and reduced copies; 20 for temporaries of the update and of clipping; 28 for the copies of an asynchronous
 save; 32 as margin."""
-BYTES_PER_STATE = 12
-"""Bytes per further element of optimizer state: itself, its copy in a save, and a temporary."""
+BYTES_PER_STATE = 12  # bytes per further element of optimizer state: itself, its copy in a save, and a temporary
 PROCESS_OVERHEAD = {"cpu": 2**30, "cuda": 4 * 2**30}
 """Non-tensor bytes: Python and torch on a CPU (a third to a half of it, measured); on CUDA the context, and the
 workspaces and buffers of cuBLAS and NCCL."""
@@ -79,17 +78,12 @@ class MemoryCheck:
     """Memory check of a run before its launch."""
 
     experiment: Experiment
-    device_memory: DeviceMemory | None
-    """Memory of the device; None with plan.gate=off."""
-    bound: int | None = None
-    """Upper bound per process in bytes; None if it is too loose to decide."""
+    device_memory: DeviceMemory | None  # memory of the device; None with plan.gate=off
+    bound: int | None = None  # upper bound per process in bytes; None if it is too loose to decide
     prediction: Prediction | None = None
-    why_not: str = ""
-    """Reason why there is neither bound nor prediction; else empty."""
-    user_error: str = ""
-    """Failure of the run's user code, with its frames; else empty."""
-    layout_error: str = ""
-    """Refusal of a run whose layouts do not agree; else empty."""
+    why_not: str = ""  # reason why there is neither bound nor prediction; else empty
+    user_error: str = ""  # failure of the run's user code, with its frames; else empty
+    layout_error: str = ""  # refusal of a run whose layouts do not agree; else empty
     layout_notes: tuple[str, ...] = ()
     """Sentences about layouts that were not checked, and about documents that see each other."""
 

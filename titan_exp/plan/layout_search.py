@@ -32,8 +32,7 @@ from titan_exp.tracking.display import format_bytes
 NEARLY_FULL = 0.03
 """Share of the memory that must be left over for the search to skip pipeline ranks in the middle, which need less."""
 DESCENTS = 2
-CERTAIN = 0.95
-"""Share of a bound by compute or state that holds whatever else a move changes."""
+CERTAIN = 0.95  # share of a bound by compute or state that holds whatever else a move changes
 LONGEST_SCHEDULE = 2**13
 """Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 _SAME_WORK = (*layouts.DEGREE_KEYS, layouts.SCHEDULE, layouts.MICRO_BATCH)
@@ -48,18 +47,14 @@ class LayoutCost:
     candidate: layouts.Candidate
     step_seconds: float
     bubble: float
-    peak_bytes: int
-    """Peak of allocated tensors on the fullest rank."""
+    peak_bytes: int  # peak of allocated tensors on the fullest rank
     peak_rank: int
     peak_where: str
-    room: int
-    """Device memory without the CUDA context and NCCL's buffers."""
+    room: int  # device memory without the CUDA context and NCCL's buffers
     reserved: int
     retries: int
-    compute: float = 0.0
-    """Seconds of kernels in a step, on the pipeline rank with the least."""
-    state: int = 0
-    """Bytes of parameters and optimizer state on that rank."""
+    compute: float = 0.0  # seconds of kernels in a step, on the pipeline rank with the least
+    state: int = 0  # bytes of parameters and optimizer state on that rank
 
     @property
     def fits(self) -> bool:
@@ -131,19 +126,15 @@ def short_key(key: str) -> str:
 class SearchResult:
     """Result of a search."""
 
-    rows: list[LayoutCost]
-    """Fastest layouts that fit, fastest first."""
-    front: list[bool]
-    """True for each row on the Pareto front of speed and memory."""
-    missed: list[LayoutCost]
-    """Planned layouts that do not fit, those that need the least more memory first."""
+    rows: list[LayoutCost]  # fastest layouts that fit, fastest first
+    front: list[bool]  # True for each row on the Pareto front of speed and memory
+    missed: list[LayoutCost]  # planned layouts that do not fit, those that need the least more memory first
     tried: int
     left_out: list[tuple[int, Violation]]
     """Number of tried layouts that break a rule, by key, with an example; most frequent first."""
     planned: int
     too_large: int
-    floor: int
-    """Number of layouts whose state alone does not fit."""
+    floor: int  # number of layouts whose state alone does not fit
     slower: int
     """Number of layouts left out, because compute alone takes as long as the best step, or the search was stopped."""
     unknown: list[tuple[str, int]]

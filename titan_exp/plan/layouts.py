@@ -37,12 +37,10 @@ REFINED = (
     "training.loss_chunk_tokens",
 )
 """Further keys that a search varies unless fixed; commands give only values that differ from the typed run."""
-RECIPE = "quantization"
-"""Group of recipes, searched like `REFINED` on request."""
+RECIPE = "quantization"  # group of recipes, searched like `REFINED` on request
 MODES = ("none", "selective", "full")
 """Recomputation modes, fastest first; seeds take the first one that the rules allow."""
-SEED_PIPELINES, SEED_TOKENS = (2, 8), 2**14
-"""Pipeline degrees of the seeds, and the most tokens in their micro-batches."""
+SEED_PIPELINES, SEED_TOKENS = (2, 8), 2**14  # pipeline degrees of the seeds, and the most tokens in their micro-batches
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ class Candidate:
 
     experiment: Experiment
     spec: ModelSpec | None
-    refined: tuple[tuple[str, Any], ...] = ()
-    """Values of `REFINED` keys, and a recipe, that differ from the typed run."""
+    refined: tuple[tuple[str, Any], ...] = ()  # values of `REFINED` keys, and a recipe, that differ from the typed run
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -92,8 +89,7 @@ class Candidate:
 class SearchSpace:
     """Searched keys of a run on a number of GPUs."""
 
-    run: Experiment
-    """Typed run, with its kernels resolved."""
+    run: Experiment  # typed run, with its kernels resolved
     gpus: int
     fixed: frozenset[str] = frozenset()
     recipes: Mapping[str, QuantizationConfig] = field(default_factory=dict)
@@ -220,14 +216,11 @@ def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
 
 
 T = TypeVar("T")
-BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-"""Searched values of activation_checkpoint.budget; a move goes to the next one."""
+BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # searched values of activation_checkpoint.budget; a move goes to the next one
 MAX_EVERY = 8
 LOSS_CHUNK = "training.loss_chunk_tokens"
-LEAST_CHUNK = 2048
-"""Fewest searched tokens of `LOSS_CHUNK`; further values double, up to a micro-batch's tokens."""
-RESHARDED = ("always", "all_but_last", "never")
-"""Values of parallelism.reshard_after_forward, least memory first."""
+LEAST_CHUNK = 2048  # fewest searched tokens of `LOSS_CHUNK`; further values double, up to a micro-batch's tokens
+RESHARDED = ("always", "all_but_last", "never")  # values of parallelism.reshard_after_forward, least memory first
 CP_METHODS = ("ring", "allgather", "ulysses")
 IDLE_AFTER = {MODE: ("every", "budget"), SCHEDULE: ("pp_layers_per_stage",)}
 """Keys of the same group that lose their meaning when a key gets a new value."""
@@ -239,11 +232,9 @@ _RECOMPUTED = {"none": 0, "full": 2}
 class Move:
     """Move from one run to another."""
 
-    values: Mapping[str, Any]
-    """New values of keys; the value of `RECIPE` is the recipe's name."""
+    values: Mapping[str, Any]  # new values of keys; the value of `RECIPE` is the recipe's name
     experiment: Experiment
-    direction: int = 0
-    """1 for more memory and no more time, -1 for the opposite, 0 if neither is known."""
+    direction: int = 0  # 1 for more memory and no more time, -1 for the opposite, 0 if neither is known
 
 
 def moves(

@@ -38,8 +38,7 @@ from titan_exp.plan.trace.torch_patches import uses_inductor
 from titan_exp.plan.trace.trace_step import FakeRank, Trace, fake_rank, pipeline_ranks, trace_step
 
 T = TypeVar("T")
-NUMBER = 4
-"""Bytes of an fp32 number."""
+NUMBER = 4  # bytes of an fp32 number
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class RankPlan:
 
     pipeline_rank: int
     trace: Trace
-    time: RankTime | None
-    """Step time; None if rates are unknown."""
+    time: RankTime | None  # step time; None if rates are unknown
     allocator: Reserved | None
     """Statistics of the allocator with the run's segments, within the device's memory if it fits; None on a CPU."""
     expandable: bool
@@ -97,10 +95,8 @@ class EvaluationPlan:
     """Prediction of one kind of evaluation."""
 
     kind: evaluation.Evaluated
-    pass_seconds: float | None
-    """Time of a pass; None if rates are unknown."""
-    bytes: int
-    """Peak of allocated memory, of the rank that needs the most."""
+    pass_seconds: float | None  # time of a pass; None if rates are unknown
+    bytes: int  # peak of allocated memory, of the rank that needs the most
     where: str
 
     @cached_property
@@ -121,8 +117,7 @@ class Plan:
     """Prediction of a run with the traces of its ranks."""
 
     experiment: Experiment
-    device: Device | None
-    """Device; None for a CPU of unknown speed."""
+    device: Device | None  # device; None for a CPU of unknown speed
     ranks: list[RankPlan]
     bubble: float
     step_seconds: float | None

@@ -24,16 +24,13 @@ class RankTime:
     """Seconds of a rank's step, without the pipeline bubble."""
 
     matmuls: float
-    elementwise: float
-    """Operators bound by memory bandwidth."""
+    elementwise: float  # operators bound by memory bandwidth
     exposed: float
     """Exposed communication: tensor, context and pipeline parallelism, FSDP's first gather and its last reduction."""
     behind: float
     """Overlapped communication in sequence: FSDP, replication, their host copies, and messages beside matmuls."""
-    operators: float = 0.0
-    """Host time of all operators beyond the device's time; on a CPU all of it."""
-    exchange: float = 0.0
-    """Seconds for which the step waits for the exchange between worlds."""
+    operators: float = 0.0  # host time of all operators beyond the device's time; on a CPU all of it
+    exchange: float = 0.0  # seconds for which the step waits for the exchange between worlds
 
     @property
     def total(self) -> float:
@@ -46,19 +43,13 @@ class RankPrediction:
     """Prediction for one pipeline rank, identical on all ranks of its stage."""
 
     pipeline_rank: int
-    allocated: int
-    """Peak of allocated tensors in bytes."""
-    reserved: int | None
-    """Peak bytes reserved by the caching allocator; None on a CPU or if not predicted."""
-    by_category: Mapping[str, int]
-    """Breakdown of `allocated`."""
-    during: str
-    """Phase of the peak, e.g. `forward, block 3`."""
-    seconds: Mapping[str, float] | None
-    """Step time by bound (`RankTime`); None if rates are unknown."""
+    allocated: int  # peak of allocated tensors in bytes
+    reserved: int | None  # peak bytes reserved by the caching allocator; None on a CPU or if not predicted
+    by_category: Mapping[str, int]  # breakdown of `allocated`
+    during: str  # phase of the peak, e.g. `forward, block 3`.
+    seconds: Mapping[str, float] | None  # step time by bound (`RankTime`); None if rates are unknown
     operators: int
-    saved: int = 0
-    """Bytes of parameters and optimizer state, which an asynchronous save copies to the host."""
+    saved: int = 0  # bytes of parameters and optimizer state, which an asynchronous save copies to the host
     retries: int = 0
     """Number of allocations in the first steps that find the device full and free cached memory before they succeed."""
 
@@ -108,8 +99,7 @@ class NotPredicted:
     """Failed prediction of a run."""
 
     reason: str
-    user_error: str = ""
-    """Failure of the run's user code, with its frames; empty if the planner is the reason."""
+    user_error: str = ""  # failure of the run's user code, with its frames; empty if the planner is the reason
 
 
 def merge_ranks(parts: Sequence[Prediction]) -> Prediction:
@@ -146,15 +136,13 @@ class Beside:
     category: str
     phase: str
     after: Sequence[Callable[[], object]]
-    before: Sequence[Callable[[], object]] = ()
-    """Actions before the traced step, after the first step."""
+    before: Sequence[Callable[[], object]] = ()  # actions before the traced step, after the first step
 
 
 class Exchange:
     """Exchange between the worlds of a run. A run with one world has none; an extension's class overrides the rest."""
 
-    phase = ""
-    """Name of the phase that follows a step; empty if it needs no memory. It is not linear in the layers."""
+    phase = ""  # name of the phase that follows a step; empty if it needs no memory. It is not linear in the layers.
     seconds_name = ""
 
     def __init__(self, experiment: Experiment) -> None:
@@ -208,10 +196,8 @@ def exchange_of(experiment: Experiment) -> Exchange:
 
 
 BACKENDS = ("inductor", "aot_eager", "eager")
-HOPPER = (9, 0)
-"""First CUDA capability on which `auto` chooses cuDNN's attention."""
-BLACKWELL = (10, 0)
-"""First CUDA capability with NVFP4 instructions."""
+HOPPER = (9, 0)  # first CUDA capability on which `auto` chooses cuDNN's attention
+BLACKWELL = (10, 0)  # first CUDA capability with NVFP4 instructions
 WHY_NOT = {
     "fa3": "we do not know how much workspace its package takes",
     "fa4": "we do not know how much workspace its package takes",

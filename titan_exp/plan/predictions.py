@@ -117,10 +117,8 @@ class PredictionRequest:
     """Run to predict."""
 
     experiment: Experiment
-    device: Device | None
-    """Device; None for a CPU of unknown speed."""
-    answer: Prediction | NotPredicted | None = None
-    """Known answer, if only the run's user code is to be checked."""
+    device: Device | None  # device; None for a CPU of unknown speed
+    answer: Prediction | NotPredicted | None = None  # known answer, if only the run's user code is to be checked
 
 
 def predict_many(

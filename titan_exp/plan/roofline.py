@@ -23,8 +23,7 @@ from titan_exp.plan.trace import op_costs
 from titan_exp.plan.trace.dispatch_mode import WORLD, OpCosts
 from titan_exp.plan.trace.torch_patches import AXIS, WAITED_FOR
 
-BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")
-"""Mesh axes whose collectives overlap with compute."""
+BEHIND_COMPUTE = ("fsdp", "efsdp", "dp_replicate")  # mesh axes whose collectives overlap with compute
 CP_KINDS = ("send", "receive", "all-to-all")
 """Message kinds that only context parallelism has, never FSDP or replication: ring hops and Ulysses all-to-all."""
 ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
@@ -60,11 +59,9 @@ class ClassTime:
     """Kernels of one class in a step."""
 
     name: str
-    launches: int
-    """Number of kernels; a multi-tensor operator is one."""
+    launches: int  # number of kernels; a multi-tensor operator is one
     flops: int
-    bytes: int
-    """Bytes moved by other kernels, and by experts' matmuls."""
+    bytes: int  # bytes moved by other kernels, and by experts' matmuls
     seconds: float | None
 
 

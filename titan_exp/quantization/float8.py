@@ -25,8 +25,7 @@ with import_torchao():
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
-AmaxReduce = Callable[[Tensor], Tensor]
-"""Takes the elementwise maximum over ranks."""
+AmaxReduce = Callable[[Tensor], Tensor]  # takes the elementwise maximum over ranks
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -34,10 +33,8 @@ class Float8Matrix(NamedTuple):
     """A matrix in float8 with its scales. `t()` transposes it without a copy."""
 
     data: Tensor
-    scale: Tensor
-    """Factors applied before the cast: a scalar, one per row [rows, 1], or one per column [1, columns]."""
-    inverse: Tensor
-    """1 / scale, which float8 instructions read."""
+    scale: Tensor  # factors applied before the cast: a scalar, one per row [rows, 1], or one per column [1, columns]
+    inverse: Tensor  # 1 / scale, which float8 instructions read
 
     @staticmethod
     def of(data: Tensor, scale: Tensor) -> "Float8Matrix":
@@ -109,10 +106,8 @@ def multiply(
 class Float8Weight(NamedTuple):
     """Weight in float8 in both layouts, cast once per optimizer step."""
 
-    rows: Float8Matrix
-    """Matrix [outputs, inputs] for the forward pass."""
-    columns: Float8Matrix
-    """Matrix [outputs, inputs] in transposed memory, for the gradient of the input."""
+    rows: Float8Matrix  # matrix [outputs, inputs] for the forward pass
+    columns: Float8Matrix  # matrix [outputs, inputs] in transposed memory, for the gradient of the input
 
 
 @dataclass(frozen=True)
@@ -123,12 +118,9 @@ class Float8:
     """True for one scale per row of the left and per column of the right matrix; False for one scale per matrix."""
     high_precision_weight_gradient: bool
     power_of_two: bool
-    emulated: bool
-    """Multiply in fp32."""
-    input_amax_reduce: AmaxReduce | None = None
-    """Amax reduction if inputs are sharded by tensor parallelism."""
-    output_amax_reduce: AmaxReduce | None = None
-    """Amax reduction if outputs are sharded."""
+    emulated: bool  # multiply in fp32
+    input_amax_reduce: AmaxReduce | None = None  # amax reduction if inputs are sharded by tensor parallelism
+    output_amax_reduce: AmaxReduce | None = None  # amax reduction if outputs are sharded
     dual_cast: bool = False
     """Cast matrices that are needed in both layouts by our dual-cast kernel, with the same results."""
     gathers_input: TensorParallelCollectives | None = None

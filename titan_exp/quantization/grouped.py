@@ -28,14 +28,10 @@ from titan_exp.quantization.recipes import GROUPED_MULTIPLE
 class Operands:
     """Rounded matrices for `grouped_rows` or `grouped_outer`."""
 
-    left: Tensor
-    """Left matrix, [tokens, k] or [tokens, m]."""
-    right: Tensor
-    """Right matrix, [experts, k, n] or [tokens, n]."""
-    ends: Tensor
-    """End of each expert's rows."""
-    scales: tuple[Tensor, ...] = ()
-    """Factors of the result, applied one after another."""
+    left: Tensor  # left matrix, [tokens, k] or [tokens, m]
+    right: Tensor  # right matrix, [experts, k, n] or [tokens, n]
+    ends: Tensor  # end of each expert's rows
+    scales: tuple[Tensor, ...] = ()  # factors of the result, applied one after another
 
 
 class GroupedRecipe(ABC):
@@ -62,8 +58,7 @@ class GroupedRecipe(ABC):
 class GroupedFloat8(GroupedRecipe):
     """Float8 recipes for grouped matmuls."""
 
-    recipe: Float8
-    """Recipe of a single linear."""
+    recipe: Float8  # recipe of a single linear
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
         """Reduce amax over ranks where values span the ranks' channels."""
@@ -136,8 +131,7 @@ class GroupedMX(GroupedRecipe):
 class GroupedNVFP4(GroupedRecipe):
     """NVFP4 for grouped matmuls. The last transform of an expert's rows is padded with zeros."""
 
-    recipe: NVFP4
-    """Recipe of a single linear."""
+    recipe: NVFP4  # recipe of a single linear
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
         """Reduce amax over ranks where values span the ranks' channels."""

@@ -18,8 +18,7 @@ with import_torchao():
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-BLOCK = 32
-"""Number of elements that share a scale."""
+BLOCK = 32  # number of elements that share a scale
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 

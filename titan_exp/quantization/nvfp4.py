@@ -16,10 +16,8 @@ from titan_exp.config.groups.parallelism import QuantizationConfig
 from titan_exp.ops.autograd import in_type, needs_input_grad
 from titan_exp.quantization.float8 import AmaxReduce, unflatten
 
-BLOCK = 16
-"""Number of elements that share an e4m3 scale, and of tokens in a Hadamard transform."""
-LARGEST = 6.0
-"""Largest e2m1 value; the others are 0, 0.5, 1, 1.5, 2, 3 and 4."""
+BLOCK = 16  # number of elements that share an e4m3 scale, and of tokens in a Hadamard transform
+LARGEST = 6.0  # largest e2m1 value; the others are 0, 0.5, 1, 1.5, 2, 3 and 4
 E4M3 = torch.finfo(torch.float8_e4m3fn)
 SMALLEST_SCALE = 2.0**-120
 """Minimum tensor scale, so that its inverse times that of the smallest block scale is finite in fp32."""
@@ -78,12 +76,9 @@ class NVFP4:
     """NVFP4 recipe, with the sharding of a linear."""
 
     power_of_two: bool
-    stochastic: bool
-    """Round output gradients stochastically."""
-    input_amax_reduce: AmaxReduce | None = None
-    """Amax reduction if inputs are sharded by tensor parallelism."""
-    output_amax_reduce: AmaxReduce | None = None
-    """Amax reduction if outputs are sharded."""
+    stochastic: bool  # round output gradients stochastically
+    input_amax_reduce: AmaxReduce | None = None  # amax reduction if inputs are sharded by tensor parallelism
+    output_amax_reduce: AmaxReduce | None = None  # amax reduction if outputs are sharded
 
     @staticmethod
     def of(config: QuantizationConfig) -> "NVFP4":

@@ -22,8 +22,7 @@ with import_torchao():
     )
     from torchao.prototype.moe_training.nvfp4_training.quantize_2d_triton import triton_weight_quantize_2d
 
-Operand = tuple[Tensor, Tensor, Tensor]
-"""Packed e2m1 [rows, columns / 2], swizzled block scales, and the tensor scale."""
+Operand = tuple[Tensor, Tensor, Tensor]  # packed e2m1 [rows, columns / 2], swizzled block scales, and the tensor scale
 
 
 def nvfp4_native(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:

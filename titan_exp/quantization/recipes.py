@@ -169,8 +169,7 @@ MIN_CAPABILITY = {
 """Minimum CUDA compute capability of each recipe: 8.9 is Ada, 9.0 Hopper, 10.0 Blackwell."""
 GROUPED_MULTIPLE = {"float8_rowwise": 16, "mxfp8": 128}
 """Recipes with a grouped kernel in torchao, and the multiple that it requires of dims and of each expert's rows."""
-GROUPED_GENERATIONS = (9, 10)
-"""Major CUDA compute capabilities supported by torch's scaled grouped matmul."""
+GROUPED_GENERATIONS = (9, 10)  # major CUDA compute capabilities supported by torch's scaled grouped matmul
 
 
 class Hardware:

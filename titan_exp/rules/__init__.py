@@ -35,8 +35,7 @@ def every_rule() -> tuple[Rule, ...]:
     return (*always_rules(), *layout_rules(), *checkpoint.BEGINNING_RULES)
 
 
-HasBegun = Callable[[Experiment], bool]
-"""True if a run, with a resolved layout, has a checkpoint to resume from."""
+HasBegun = Callable[[Experiment], bool]  # True if a run, with a resolved layout, has a checkpoint to resume from
 
 
 def check(experiment: Experiment, has_begun: HasBegun | None = None) -> Experiment:

@@ -55,8 +55,7 @@ PATH_RULES = rules(name_is_a_folder_name, runs_folder_is_a_folder)
 PATH_LAUNCH_RULES = rules(runs_folder_is_writable)
 
 
-CPP_COMPILERS = ("g++", "clang++", "c++")
-"""C++ compilers that inductor can use."""
+CPP_COMPILERS = ("g++", "clang++", "c++")  # c++ compilers that inductor can use
 
 
 def source_is_known(data: DataConfig) -> Iterator[Violation]:

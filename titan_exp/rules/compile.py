@@ -17,8 +17,7 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, rules
 
-PARTITIONING_BACKENDS = ("inductor", "aot_eager")
-"""Compile backends that choose a graph's saved activations."""
+PARTITIONING_BACKENDS = ("inductor", "aot_eager")  # compile backends that choose a graph's saved activations
 
 
 def compiled_blocks(compile: CompileConfig) -> str:
@@ -96,15 +95,12 @@ _RECOMPUTE_RULES = rules(
 )
 
 
-BACKENDS = ("inductor", "aot_eager", "eager")
-"""Backends of torch.compile that do not capture CUDA graphs themselves."""
-KERNELS = ("auto", "cudnn", "flash", "efficient", "math")
-"""Attention kernels of torch itself, mask included."""
+BACKENDS = ("inductor", "aot_eager", "eager")  # backends of torch.compile that do not capture CUDA graphs themselves
+KERNELS = ("auto", "cudnn", "flash", "efficient", "math")  # attention kernels of torch itself, mask included
 RECIPES = ("none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp")
 """Recipes with casts of torch or titan_exp."""
 
-ALIGNED = 8
-"""Multiple that torch's grouped matmul requires of dims."""
+ALIGNED = 8  # multiple that torch's grouped matmul requires of dims
 
 _FIELD = "compile.cuda_graphs"
 _OFF = f"{_FIELD}=false"

@@ -130,10 +130,8 @@ _OF_STORES = rules(stores_are_complete, stores_are_large_enough, weights_fit, wh
 _STORE_RULES = (*_OF_STORES, *STORE_OPTIONS, *rules(_PREVIEW))
 
 
-_UNSET = {"document": "file"}
-"""Values of keys that choose an input and are never empty, where they are not set."""
-_NEVER_UNSET = ("split", "text_column")
-"""Keys that choose an input and have a value for every source."""
+_UNSET = {"document": "file"}  # values of keys that choose an input and are never empty, where they are not set
+_NEVER_UNSET = ("split", "text_column")  # keys that choose an input and have a value for every source
 
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:

@@ -25,8 +25,7 @@ from titan_exp.rules.compile import PARTITIONING_BACKENDS, compiled_blocks
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 SCHEDULE = "parallelism.pp_schedule"
-WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
-"""Schedules that do not split the backward pass."""
+WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"  # schedules that do not split the backward pass
 
 
 def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:

@@ -21,14 +21,11 @@ from titan_exp.tracking.logging import configure_logging
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
-TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
-"""Timeout of collectives without the hang watchdog."""
-JOIN_LIMIT = timedelta(minutes=10)
-"""Timeout of the rendezvous: imports from a network disk may take minutes."""
+TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)  # timeout of collectives without the hang watchdog
+JOIN_LIMIT = timedelta(minutes=10)  # timeout of the rendezvous: imports from a network disk may take minutes
 
 
-NETWORK_LIMIT = timedelta(minutes=5)
-"""Timeout of the network check."""
+NETWORK_LIMIT = timedelta(minutes=5)  # timeout of the network check
 
 
 class RanksMissing(RuntimeError):

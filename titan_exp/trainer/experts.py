@@ -90,8 +90,7 @@ TOTALS = {
 """Reduction over layers of each metric."""
 
 
-LOAD = "load of experts/"
-"""Prefix of token counts among a step's numbers; the layer and the expert's index follow."""
+LOAD = "load of experts/"  # prefix of token counts among a step's numbers; the layer and the expert's index follow
 
 
 class ExpertMetrics:

@@ -40,10 +40,8 @@ class Model(ABC):
     """A parallel model with its objective, as `train_step` and evaluation use it. `weights` are copies of parameters in
     the compute dtype; `parts` are this rank's modules, one per pipeline stage, with full names."""
 
-    eval_microbatches = 1
-    """Micro-batches per call of `loss_sum` for the fastest evaluation."""
-    load: ExpertLoad | None = None
-    """Tokens per expert; update it after every optimizer step."""
+    eval_microbatches = 1  # micro-batches per call of `loss_sum` for the fastest evaluation
+    load: ExpertLoad | None = None  # tokens per expert; update it after every optimizer step
 
     def __init__(
         self, parts: Sequence[nn.Module], objective: Objective, mesh: Mesh, weights: ComputeWeights | None = None
@@ -215,8 +213,7 @@ class PipelineModel(Model):
 class Recording:
     """Work captured by a recorder."""
 
-    replay: Callable[[], None]
-    """Run the same kernels on the same addresses; Python numbers keep their captured values."""
+    replay: Callable[[], None]  # run the same kernels on the same addresses; Python numbers keep their captured values
     description: str
 
 
@@ -265,8 +262,7 @@ class CudaRecorder:
         return Recording(graph.replay, f"a CUDA graph with a memory pool of {size / 2**20:,.1f} MiB")
 
 
-WARMUP_STEPS = 3
-"""Eager passes before the captured one; compilation, autotuning and library setup happen in them."""
+WARMUP_STEPS = 3  # eager passes before the captured one; compilation, autotuning and library setup happen in them
 
 
 class GraphedModel(EagerModel):

@@ -37,12 +37,9 @@ class StepResult:
 
     metrics: Mapping[str, Tensor]
     """This rank's share of the mean `loss` and of the objective's metrics, not yet reduced over ranks."""
-    grad_norm: Tensor
-    """Global gradient norm before clipping."""
-    tokens: int
-    """Predicted tokens of the global batch."""
-    clipping: Mapping[str, Tensor] = field(default_factory=dict)
-    """Clipping metrics, the same on every rank."""
+    grad_norm: Tensor  # global gradient norm before clipping
+    tokens: int  # predicted tokens of the global batch
+    clipping: Mapping[str, Tensor] = field(default_factory=dict)  # clipping metrics, the same on every rank
 
 
 @dataclass
@@ -51,8 +48,7 @@ class Row:
 
     values: dict[str, float]
     """Metrics of the step, reduced, the same on every rank: `loss`, `grad_norm`, and those of modules and experts."""
-    row: dict[str, Any] | None
-    """The whole row on the first rank; None on others."""
+    row: dict[str, Any] | None  # the whole row on the first rank; None on others
 
 
 MODEL = "model/"

@@ -29,8 +29,7 @@ from titan_exp.trainer.profiling.step_times import set_compile_cache
 from titan_exp.trainer.restore import log_head
 from titan_exp.trainer.trainer import Trainer
 
-MIN_SHARE = 0.02
-"""Smallest share of used memory at which lowering a category is worth naming."""
+MIN_SHARE = 0.02  # smallest share of used memory at which lowering a category is worth naming
 
 
 class OutOfMemory(RuntimeError):

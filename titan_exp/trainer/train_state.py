@@ -205,13 +205,11 @@ class TrainState:
     """Objects that `train_step` works on, on one rank."""
 
     mesh: Mesh
-    built: BuiltModel
-    """Parallel model, with figures of the whole model."""
+    built: BuiltModel  # parallel model, with figures of the whole model
     model: Model
     optimizer: torch.optim.Optimizer
     clipper: GradientClipper | NormClipper
-    quantize_weights: Callable[[], None]
-    """Recomputes the quantized copies of the weights that a recipe keeps."""
+    quantize_weights: Callable[[], None]  # recomputes the quantized copies of the weights that a recipe keeps
     average: WeightAverage | None = None
 
     @cached_property

@@ -27,8 +27,7 @@ from titan_exp.trainer.restore import ENDED, PARTS, restore_state
 from titan_exp.trainer.train_state import assemble, build_train_loader
 from titan_exp.trainer.train_step import StepRefused, train_step
 
-STOP_SECONDS = 0.1
-"""Shortest time between two looks for a stop request, which is a file and may lie on a slow disk."""
+STOP_SECONDS = 0.1  # shortest time between two looks for a stop request, which is a file and may lie on a slow disk
 
 
 class Trainer:

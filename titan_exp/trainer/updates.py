@@ -124,11 +124,9 @@ class Routing(Acting):
 class ValidationResult:
     """Validation loss of one source."""
 
-    loss: float
-    """Nats per token."""
+    loss: float  # nats per token
     tokens: int
-    text_bytes: int = 0
-    """Bytes of text that they stand for; 0 if unknown."""
+    text_bytes: int = 0  # bytes of text that they stand for; 0 if unknown
 
     @property
     def perplexity(self) -> float:

@@ -11,8 +11,7 @@ from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.rules import violations
 
-MOST_RANKS = 4
-"""Maximum number of ranks of a case: a pair of axes."""
+MOST_RANKS = 4  # maximum number of ranks of a case: a pair of axes
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,8 @@ class Axis:
     """What a run asks for beside one rank with all rows at once."""
 
     name: str
-    changes: Mapping[str, Any]
-    """Changes of the shrunken run, by key."""
-    without: str
-    """Override with which a run no longer asks for it; empty if there is none."""
+    changes: Mapping[str, Any]  # changes of the shrunken run, by key
+    without: str  # override with which a run no longer asks for it; empty if there is none
 
     @property
     def has_ranks(self) -> bool:
@@ -35,10 +32,8 @@ class Axis:
 class Case:
     """A shrunken run in one layout."""
 
-    axes: tuple[Axis, ...]
-    """Axes that it differs by from one rank; empty for that one."""
-    experiment: Experiment
-    """Shrunken run with a resolved layout."""
+    axes: tuple[Axis, ...]  # axes that it differs by from one rank; empty for that one
+    experiment: Experiment  # shrunken run with a resolved layout
 
     @property
     def name(self) -> str:
@@ -55,13 +50,10 @@ class Case:
 class Verdict:
     """Verdict of a layout check."""
 
-    difference: str = ""
-    """Explanation of what differs from one rank; empty if nothing does."""
-    remedies: tuple[str, ...] = ()
-    """Overrides without which the run asks for no layout that differs."""
+    difference: str = ""  # explanation of what differs from one rank; empty if nothing does
+    remedies: tuple[str, ...] = ()  # overrides without which the run asks for no layout that differs
     agreeing: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Sentences about what was not checked, and about documents that see each other."""
+    notes: tuple[str, ...] = ()  # sentences about what was not checked, and about documents that see each other
     seconds: float = 0.0
 
 

@@ -12,8 +12,7 @@ from titan_exp.doctor.layout.cases import Case, Verdict
 from titan_exp.doctor.layout.probe import Probed, probe
 from titan_exp.doctor.layout.ranks import Recorded, call, record, sets
 
-TOLERANCE = 1e-9
-"""Largest relative difference of layouts that is rounding; in fp64 it is about 1e-15."""
+TOLERANCE = 1e-9  # largest relative difference of layouts that is rounding; in fp64 it is about 1e-15
 LEAST_SHARE = 1e-4
 """Smallest scale of a gradient's differences, as a share of the largest gradient: some gradients are all rounding."""
 
@@ -28,8 +27,7 @@ class Difference:
     place: str
     """Path of the module, or name of the parameter or buffer, that is the first to differ; empty if none does."""
     size: float
-    before: str = ""
-    """A module of yours before that place whose vectors ranks hold in parts; empty if there is none."""
+    before: str = ""  # a module of yours before that place whose vectors ranks hold in parts; empty if there is none
 
 
 def first_difference(case: Case, found: Recorded, one: Recorded) -> Difference | None:

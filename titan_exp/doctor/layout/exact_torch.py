@@ -20,8 +20,7 @@ def in_double() -> None:
         setattr(torch.Tensor, name, torch.Tensor.double)
 
 
-dropped = list[float]()
-"""Rates of the dropout that this process left out."""
+dropped = list[float]()  # rates of the dropout that this process left out
 _attend = functional.scaled_dot_product_attention
 
 

@@ -18,8 +18,7 @@ from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.train_state import assemble
 
 ROWS = 2
-LEAST = 1e-11
-"""Smallest change of an output, relative to its largest number, that counts."""
+LEAST = 1e-11  # smallest change of an output, relative to its largest number, that counts
 
 
 @dataclass
@@ -28,14 +27,11 @@ class Probed:
 
     mixers: dict[str, str] = field(default_factory=dict)
     """Class of each module that mixes tokens by its own code, outside the attention kernel, by path."""
-    random: list[str] = field(default_factory=list)
-    """Paths of modules that draw random numbers; the innermost ones."""
+    random: list[str] = field(default_factory=list)  # paths of modules that draw random numbers; the innermost ones
     stateful: list[str] = field(default_factory=list)
     """Paths of modules that compute something else when they are called again; the innermost ones."""
-    rows: bool = False
-    """True if the rows of a batch see each other."""
-    documents: bool = False
-    """True if documents of a row see each other, though the run masks them."""
+    rows: bool = False  # True if the rows of a batch see each other
+    documents: bool = False  # True if documents of a row see each other, though the run masks them
 
 
 @torch.no_grad()

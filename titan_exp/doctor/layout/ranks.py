@@ -22,8 +22,7 @@ from titan_exp.config.devices import usable_cores
 from titan_exp.doctor.layout.cases import MOST_RANKS, Case
 from titan_exp.doctor.layout.steps import train_steps
 
-RANK_SECONDS = 30.0
-"""Seconds that a case may take from the start of its ranks on."""
+RANK_SECONDS = 30.0  # seconds that a case may take from the start of its ranks on
 FORK = multiprocessing.get_context("fork")
 
 
@@ -40,8 +39,7 @@ class Recorded:
     """Each module's first output in the first step, as in `steps.Output`, in forward order."""
     disputed: list[str] = field(default_factory=list)
     """Names of parameters and buffers of which ranks hold different values after the last step."""
-    dropped: float = 0.0
-    """Largest rate of dropout that was left out."""
+    dropped: float = 0.0  # largest rate of dropout that was left out
 
 
 def sets(cases: Sequence[Case]) -> list[list[Case]]:

@@ -27,10 +27,8 @@ from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.train_state import assemble
 from titan_exp.trainer.train_step import train_step
 
-STEPS = 2
-"""Optimizer steps: the second one sees what the first has left in weights and buffers."""
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Parts of module names that recomputation and compilation add."""
+STEPS = 2  # optimizer steps: the second one sees what the first has left in weights and buffers
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of module names that recomputation and compilation add
 Output = tuple[int, str, np.ndarray]
 """Width of the vectors in a module's output, the module's class if it is yours, and a number for each vector."""
 Window = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]

@@ -86,12 +86,9 @@ class ImageCodec(ABC):
     """Codec between images [n, height, width, 3] in uint8 and tokens [n, rows · columns, channels] in fp32. The
     description has `posterior` if images have a distribution of latents."""
 
-    token_size: int
-    """Height and width of a token in pixels."""
-    channels: int
-    """Features of a token."""
-    description: Mapping[str, Any]
-    """Entry in the manifest, from which `image_codec` builds it again."""
+    token_size: int  # height and width of a token in pixels
+    channels: int  # features of a token
+    description: Mapping[str, Any]  # entry in the manifest, from which `image_codec` builds it again
 
     @abstractmethod
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -185,14 +182,10 @@ def image_codec(description: Mapping[str, Any]) -> ImageCodec:
 class TextEncoder(ABC):
     """Frozen encoder of texts."""
 
-    tokens: int
-    """Number of states per text."""
-    dim: int
-    """Width of a state."""
-    pooled_dim: int
-    """Width of the pooled embedding."""
-    description: Mapping[str, Any]
-    """Entry in the manifest, from which `text_encoder` builds it again."""
+    tokens: int  # number of states per text
+    dim: int  # width of a state
+    pooled_dim: int  # width of the pooled embedding
+    description: Mapping[str, Any]  # entry in the manifest, from which `text_encoder` builds it again
 
     @abstractmethod
     def __call__(self, caption: str) -> tuple[np.ndarray, np.ndarray]:

@@ -41,8 +41,7 @@ def model(config: Config, *, seq_len: int, backend: "AttentionBackend") -> "Diff
     return DiffusionTransformer(config, blocks, seq_len=seq_len)
 
 
-STATE_DICTS = {"diffusers": DIFFUSERS, "bfl": BFL}
-"""Parameter names by checkpoint format."""
+STATE_DICTS = {"diffusers": DIFFUSERS, "bfl": BFL}  # parameter names by checkpoint format
 
 
 def state_dict_map(config: Config, form: str) -> StateDictMap:

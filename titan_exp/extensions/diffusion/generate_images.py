@@ -37,8 +37,7 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.forward_backward import whole_outputs
 
-BATCH = 32
-"""Number of images per call of the network."""
+BATCH = 32  # number of images per call of the network
 
 Features = Callable[[Sequence[np.ndarray]], np.ndarray]
 """Computes features [n, width] in fp64 of images [height, width, 3] in uint8."""
@@ -174,12 +173,9 @@ if TYPE_CHECKING:
 else:
     Options = GenerateOptions
 
-ROWS = 16
-"""Number of images that are sampled together."""
-SPLITS = {"": "validation", "held_out": "validation", "training": "train"}
-"""Split of the images that `captions` names."""
-GRID_COLUMNS = 8
-"""Number of images in a row of the grid, if each prompt has a single one."""
+ROWS = 16  # number of images that are sampled together
+SPLITS = {"": "validation", "held_out": "validation", "training": "train"}  # split of the images that `captions` names
+GRID_COLUMNS = 8  # number of images in a row of the grid, if each prompt has a single one
 
 
 @dataclass(frozen=True)
@@ -190,8 +186,7 @@ class SamplingSetup:
     codec: encoders.ImageCodec
     rows: int
     columns: int
-    shift: bool
-    """True if times are shifted by the number of image tokens."""
+    shift: bool  # True if times are shifted by the number of image tokens
 
 
 class Images:

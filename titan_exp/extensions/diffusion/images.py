@@ -17,15 +17,13 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation, listed
 
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-"""Suffixes of image files."""
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # suffixes of image files
 
 
 class CaptionedImages(ABC):
     """Images with captions, by index."""
 
-    name: str
-    """Identity of images and captions, as far as it can be known without decoding them."""
+    name: str  # identity of images and captions, as far as it can be known without decoding them
 
     @abstractmethod
     def __len__(self) -> int:
@@ -83,10 +81,8 @@ def no_images(paths: str, reason: str, remedy: str) -> UserError:
 class Bucket(NamedTuple):
     """Aspect bucket: a shape in image tokens."""
 
-    rows: int
-    """Rows of image tokens."""
-    columns: int
-    """Columns of image tokens."""
+    rows: int  # rows of image tokens
+    columns: int  # columns of image tokens
 
 
 def aspect_buckets(side: int, max_aspect: float) -> list[Bucket]:
@@ -116,12 +112,9 @@ def fit(image: np.ndarray, bucket: Bucket, token_size: int) -> np.ndarray:
     return scaled[top : top + height, left : left + width]
 
 
-MARGIN = 4
-"""Pixels between images."""
-TEXT_HEIGHT = 11
-"""Height in pixels of a line of a caption."""
-LEAST_WIDTH = 96
-"""Width in pixels below which images are enlarged by a whole factor, so that captions can be read."""
+MARGIN = 4  # pixels between images
+TEXT_HEIGHT = 11  # height in pixels of a line of a caption
+LEAST_WIDTH = 96  # width in pixels below which images are enlarged by a whole factor, so that captions can be read
 
 
 def save_image(path: Path, image: np.ndarray, description: Mapping[str, Any]) -> None:
@@ -273,8 +266,7 @@ def _samples(shard: Path, caption_key: str) -> Iterator[tuple[_Member, str]]:
         yield image, caption.strip()
 
 
-FILE_KEY = "file_name"
-"""Key of an image's path in a file of captions, as in Hugging Face's image folders."""
+FILE_KEY = "file_name"  # key of an image's path in a file of captions, as in Hugging Face's image folders
 
 
 class FolderImages(_ListedImages):

@@ -23,10 +23,8 @@ from titan_exp.extensions.diffusion.config import ImageOptions, ImageSource
 
 PIXELS, AUTOENCODER, HASHED_WORDS, T5_AND_CLIP = "pixels", "autoencoder_kl", "hashed_words", "t5_and_clip"
 """Names of encoders."""
-COLOURS = 3
-"""Red, green and blue."""
-LATENT_PATCH = 2
-"""Height and width of a token, in latent pixels of an autoencoder."""
+COLOURS = 3  # red, green and blue
+LATENT_PATCH = 2  # height and width of a token, in latent pixels of an autoencoder
 TEXT_FOLDERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 """Subfolders of a FLUX.1 pipeline, as diffusers saves it: CLIP, then T5."""
 
@@ -149,10 +147,8 @@ def _config(path: Path, field: str, folder: str) -> Mapping[str, Any]:
         raise UserError("We cannot use this frozen network.", [Violation(field, folder, reason, remedy)]) from error
 
 
-SIZES = ("rows", "columns", "channels", "text_tokens", "text_dim", "pooled_dim")
-"""Sizes in a latent format."""
-DTYPES = {"fp16": "<f2", "fp32": "<f4"}
-"""Types of arrays by option."""
+SIZES = ("rows", "columns", "channels", "text_tokens", "text_dim", "pooled_dim")  # sizes in a latent format
+DTYPES = {"fp16": "<f2", "fp32": "<f4"}  # types of arrays by option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +160,8 @@ class LatentManifest(LatentFormat, StoreManifest):
     example = "write one: titan-exp encode images=emoji out={folder} (or images=glyphs, which needs no font)"
     numbers = ("samples", "rows", "columns")
     repair = "titan-exp encode check={folder} checks the whole store. Then copy or encode it again"
-    images: str
-    """Source of the images, and their size in pixels."""
-    options: Mapping[str, Any]
-    """Options of shapes, of the split, of the shards and of the order of samples."""
+    images: str  # source of the images, and their size in pixels
+    options: Mapping[str, Any]  # options of shapes, of the split, of the shards and of the order of samples
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> dict[str, Any]:

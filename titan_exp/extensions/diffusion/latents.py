@@ -40,8 +40,7 @@ from titan_exp.extensions.diffusion.images import (
 )
 from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, Sample, noise_of
 
-ENCODED_TOGETHER = 16
-"""Number of images per call of the codec."""
+ENCODED_TOGETHER = 16  # number of images per call of the codec
 
 
 STORED = ("size", "max_aspect", "validation_fraction", "shard_samples", "dtype", "seed")
@@ -152,8 +151,7 @@ class LatentSplit(sample_store.StoreSplit, LatentSamples):
         return numbers["rows"], numbers["columns"]
 
 
-TIMES = tuple((index + 0.5) / 8 for index in range(8))
-"""Times at which evaluation measures the loss."""
+TIMES = tuple((index + 0.5) / 8 for index in range(8))  # times at which evaluation measures the loss
 _SEED = 0
 
 

@@ -26,10 +26,8 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.cross_entropy import VocabShard
 from titan_exp.trainer.objective import Loss, Reduction
 
-MODE_SCALE = 1.29
-"""Scale s of SD3's distribution with a mode."""
-SHIFTS = ((256, 0.5), (4096, 1.15))
-"""Numbers of image tokens with their shift μ; Flux's shift is linear between them."""
+MODE_SCALE = 1.29  # scale s of SD3's distribution with a mode
+SHIFTS = ((256, 0.5), (4096, 1.15))  # numbers of image tokens with their shift μ; Flux's shift is linear between them
 
 
 def velocity_errors(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
@@ -42,12 +40,9 @@ class RectifiedFlow:
     """Rectified flow objective for models of latents. A batch that already has times, as in evaluation, keeps its
     noise, times and texts."""
 
-    options: RectifiedFlowOptions = field(default_factory=RectifiedFlowOptions)
-    """Times, dropout and guidance."""
-    guided: bool = False
-    """True if the model reads a guidance scale."""
-    errors: Callable[[Tensor, Tensor, Tensor], Tensor] = velocity_errors
-    """Squared errors by sample, compiled or eager."""
+    options: RectifiedFlowOptions = field(default_factory=RectifiedFlowOptions)  # times, dropout and guidance
+    guided: bool = False  # True if the model reads a guidance scale
+    errors: Callable[[Tensor, Tensor, Tensor], Tensor] = velocity_errors  # squared errors by sample, compiled or eager
     has_perplexity = False
 
     @classmethod
@@ -146,10 +141,8 @@ def shifted(time: float, image_tokens: int) -> float:
     return factor * time / (1 + (factor - 1) * time)
 
 
-Velocity = Callable[[Tensor, float], Tensor]
-"""Predicts the velocity [rows, image, channels] of noisy latents at a time."""
-Outputs = Callable[[LatentBatch], Tensor]
-"""Computes a model's outputs in fp32 for whole rows, like `Model.outputs`."""
+Velocity = Callable[[Tensor, float], Tensor]  # predicts the velocity [rows, image, channels] of noisy latents at a time
+Outputs = Callable[[LatentBatch], Tensor]  # computes a model's outputs in fp32 for whole rows, like `Model.outputs`
 
 
 @dataclass(frozen=True)
@@ -158,8 +151,7 @@ class Conditions:
 
     text: Tensor
     pooled: Tensor
-    positions: Tensor
-    """Positions of text and image tokens [1, text + image, 3]."""
+    positions: Tensor  # positions of text and image tokens [1, text + image, 3]
     guidance: float | None = None
 
     def to(self, device: torch.device) -> "Conditions":

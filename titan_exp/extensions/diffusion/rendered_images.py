@@ -12,10 +12,8 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.extensions.diffusion.images import CaptionedImages
 
-FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
-"""Font of the package (Open Font License)."""
-BITMAP_SIZE = 109
-"""The only size of the font's bitmaps."""
+FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")  # font of the package (Open Font License)
+BITMAP_SIZE = 109  # the only size of the font's bitmaps
 SKIN_TONES = {
     chr(0x1F3FB): "light",
     chr(0x1F3FC): "medium light",

@@ -20,27 +20,18 @@ from titan_exp.extensions.diffusion.latent_format import in_keys_of_data
 class LatentBatch(MicroBatch):
     """Micro-batch of samples; tensors are fp32 except `positions` and `samples`."""
 
-    latents: Tensor
-    """Data [rows, image, channels]."""
-    text: Tensor
-    """States of the texts [rows, text, text_dim]."""
-    pooled: Tensor
-    """Pooled embeddings of the texts [rows, pooled_dim]."""
-    empty_text: Tensor
-    """States of the empty text [1, text, text_dim]."""
-    empty_pooled: Tensor
-    """Pooled embedding of the empty text [1, pooled_dim]."""
-    positions: Tensor
-    """Positions of text and image tokens [rows, text + image, 3], int64; see `grid_positions`."""
-    samples: Tensor
-    """Number of each sample in the run [rows], int64, by which random numbers are keyed."""
-    weights: Tensor
-    """1 for samples, 0 for rows that pad the batch [rows]."""
+    latents: Tensor  # data [rows, image, channels]
+    text: Tensor  # states of the texts [rows, text, text_dim]
+    pooled: Tensor  # pooled embeddings of the texts [rows, pooled_dim]
+    empty_text: Tensor  # states of the empty text [1, text, text_dim]
+    empty_pooled: Tensor  # pooled embedding of the empty text [1, pooled_dim]
+    positions: Tensor  # positions of text and image tokens [rows, text + image, 3], int64; see `grid_positions`
+    samples: Tensor  # number of each sample in the run [rows], int64, by which random numbers are keyed
+    weights: Tensor  # 1 for samples, 0 for rows that pad the batch [rows]
     noise: Tensor | None = None
     """Noise [rows, image, channels]. None until the objective draws it, and in sampling, where `latents` are already
     noisy."""
-    times: Tensor | None = None
-    """Times [rows]; None until the objective draws them."""
+    times: Tensor | None = None  # times [rows]; None until the objective draws them
     guidance: Tensor | None = None
     """Guidance scales [rows] for a model that reads one, drawn by the objective; None for other models."""
     deviations: Tensor | None = None
@@ -126,8 +117,7 @@ class LatentSamples(ABC):
         )
 
 
-KEPT_BYTES = 2**28
-"""Maximum size, in bytes, of the samples that a split keeps."""
+KEPT_BYTES = 2**28  # maximum size, in bytes, of the samples that a split keeps
 
 
 class EncodedImages(LatentSamples):

@@ -19,10 +19,8 @@ from titan_exp.models.spec.mixers import AttentionSpec
 if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.samples import LatentBatch
 
-FFN_RATIO = 4
-"""Ratio of the feed-forward's width to the residual stream's."""
-TIME_FEATURES = 256
-"""Number of sines and cosines of a time or a guidance scale."""
+FFN_RATIO = 4  # ratio of the feed-forward's width to the residual stream's
+TIME_FEATURES = 256  # number of sines and cosines of a time or a guidance scale
 
 
 @dataclass(frozen=True)
@@ -231,16 +229,11 @@ class LatentInputs(model_spec.ModelInputs):
     trained_by: ClassVar[str] = "training.objective=rectified_flow data=latents data.paths='[STORE]'"
     makes: ClassVar[str] = "images"
 
-    patch_dim: int
-    """Elements per image token."""
-    text_tokens: int
-    """Text tokens per sample; the rest of a sequence is image tokens."""
-    text_dim: int
-    """Width of their states."""
-    pooled_dim: int
-    """Width of a text's pooled embedding."""
-    guidance: bool
-    """True if the model reads a guidance scale."""
+    patch_dim: int  # elements per image token
+    text_tokens: int  # text tokens per sample; the rest of a sequence is image tokens
+    text_dim: int  # width of their states
+    pooled_dim: int  # width of a text's pooled embedding
+    guidance: bool  # True if the model reads a guidance scale
 
     def streams(self, seq_len: int) -> tuple[int, ...]:
         text = min(self.text_tokens, seq_len)

@@ -17,14 +17,10 @@ from titan_exp.models.spec.tp_plan import FusedRows
 class DiffusionNames:
     """Names in another tool, without `.weight` and `.bias`; one of our fused weights may be several of theirs."""
 
-    double: str
-    """Prefix of double blocks, `{}` for the number."""
-    single: str
-    """Prefix of single blocks, counted from 0."""
-    norm: str
-    """Name of a norm's weight inside the norm."""
-    swaps_output: bool
-    """True if the last modulation is (scale, shift)."""
+    double: str  # prefix of double blocks, `{}` for the number
+    single: str  # prefix of single blocks, counted from 0
+    norm: str  # name of a norm's weight inside the norm
+    swaps_output: bool  # True if the last modulation is (scale, shift)
     parts: Mapping[str, str | tuple[str, ...]]
     """Their name by ours; double blocks are under `double.`, single blocks under `single.`."""
 

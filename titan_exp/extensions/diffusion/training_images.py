@@ -24,10 +24,8 @@ from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.part import Part, Phase, Run, Step
 from titan_exp.trainer.train_state import TrainState
 
-SAMPLES = 8
-"""Number of captions per split, which form a row of the grid."""
-STEPS, GUIDANCE = 25, 4.0
-"""Euler steps, and scale of classifier-free guidance."""
+SAMPLES = 8  # number of captions per split, which form a row of the grid
+STEPS, GUIDANCE = 25, 4.0  # euler steps, and scale of classifier-free guidance
 
 
 def parts(experiment: Experiment, state: TrainState) -> Iterator[Part]:

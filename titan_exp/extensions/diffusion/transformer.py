@@ -141,8 +141,7 @@ class SingleBlock(_Heads):
         return x + gate * self.out(hidden.flatten(2))
 
 
-TIME_FACTOR = 1000.0
-"""Factor of times and guidance scales before they are embedded."""
+TIME_FACTOR = 1000.0  # factor of times and guidance scales before they are embedded
 
 
 class DiffusionTransformer(nn.Module):

@@ -11,8 +11,7 @@ from titan_exp.extensions.diffusion.config import EncodeOptions
 if TYPE_CHECKING:
     from titan_exp.extensions.diffusion.latent_format import LatentFormat, LatentManifest
 
-EXPERIMENT = "flux_laptop"
-"""Name of the experiment that trains from a store."""
+EXPERIMENT = "flux_laptop"  # name of the experiment that trains from a store
 USAGE = """\
 titan-exp encode images=KIND out=STORE [paths=...] [size=...]
   for example: titan-exp encode images=emoji out=stores/emoji

@@ -30,8 +30,7 @@ from titan_exp.tracking.run_folder.run_folder import STOPPED, RunFolder
 
 END_LIMIT = 10.0
 """Seconds that a group has to end after the attempt has ended; a newcomer would have no group to heal from."""
-ADDRESS_LIMIT = 10.0
-"""Seconds that a connection waits for a lighthouse."""
+ADDRESS_LIMIT = 10.0  # seconds that a connection waits for a lighthouse
 CHUNK = 65536
 
 
@@ -39,8 +38,7 @@ CHUNK = 65536
 class Ports:
     """Ports of an agent."""
 
-    lighthouse: int = 0
-    """Port that forwards to the lighthouse, on the loopback interface."""
+    lighthouse: int = 0  # port that forwards to the lighthouse, on the loopback interface
     life_sign: int = 0
 
 

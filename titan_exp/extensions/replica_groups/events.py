@@ -26,14 +26,10 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, World
 class ReplicaGroup(World):
     """One start of a replica group; the launcher hands it to the ranks through the environment."""
 
-    lighthouse: str
-    """Address of the lighthouse, with its scheme."""
-    host: str = "127.0.0.1"
-    """Host name or address under which other groups reach this one."""
-    loader: int = 0
-    """Number of the group that loads the run's checkpoint before the attempt's first step."""
-    patience: float = 0.0
-    """Minimum seconds that a newcomer waits for a group with the run's newest step."""
+    lighthouse: str  # address of the lighthouse, with its scheme
+    host: str = "127.0.0.1"  # host name or address under which other groups reach this one
+    loader: int = 0  # number of the group that loads the run's checkpoint before the attempt's first step
+    patience: float = 0.0  # minimum seconds that a newcomer waits for a group with the run's newest step
 
     def to_environment(self) -> dict[str, str]:
         """Environment variables for the ranks. They also silence torchft, which logs several lines in every step."""
@@ -152,14 +148,10 @@ class GroupSummary(WorldsSummary):
 
     living: int
     groups: int
-    quorum: int | None
-    """Number of the newest quorum; None before the first."""
-    heals: int
-    """Number of times that a group took over another's state."""
-    stall: float
-    """Seconds that training waited for other groups or computed a step again."""
-    restarts: float
-    """Seconds from later attempts' starts to their first quorums, plus those of steps computed again."""
+    quorum: int | None  # number of the newest quorum; None before the first
+    heals: int  # number of times that a group took over another's state
+    stall: float  # seconds that training waited for other groups or computed a step again
+    restarts: float  # seconds from later attempts' starts to their first quorums, plus those of steps computed again
 
     @property
     def lost(self) -> float:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-NEWCOMER_LIMIT = 60.0
-"""Seconds that a new group waits for a group with the run's newest step."""
+NEWCOMER_LIMIT = 60.0  # seconds that a new group waits for a group with the run's newest step
 
 
 class ReplicaGroups:
@@ -362,8 +361,7 @@ def _first_line(error: BaseException) -> str:
 
 
 GROUP_PREFIX = "group."
-WRITER = "writer"
-"""Progress key: number of the group that wrote the checkpoint."""
+WRITER = "writer"  # progress key: number of the group that wrote the checkpoint
 Description = dict[str, Any]
 """Description, as JSON: shapes and dtypes of a rank's tensors by key, and its optimizer's values."""
 

@@ -18,10 +18,8 @@ from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.tracking.run_folder.run_folder import HUNG, RunFolder
 
-MAX_RESTARTS = 3
-"""Number of consecutive starts of a group that end before it trains, after which it stays away."""
-END_LIMIT = 10.0
-"""Seconds that other groups have to end once one has finished; a newcomer has no group to heal from."""
+MAX_RESTARTS = 3  # number of consecutive starts of a group that end before it trains, after which it stays away
+END_LIMIT = 10.0  # seconds that other groups have to end once one has finished; a newcomer has no group to heal from
 SLURM = "titan_exp.extensions.replica_groups.launch_slurm"
 
 
@@ -56,11 +54,9 @@ class _Slot:
     number: int
     ranks: LocalRanks | None = None
     started: float = 0.0
-    result: AttemptResult | None = None
-    """Result of the newest start that the launcher did not kill."""
+    result: AttemptResult | None = None  # result of the newest start that the launcher did not kill
     ended: float = 0.0
-    failed_starts: int = 0
-    """Number of consecutive starts that ended before the group was in a quorum."""
+    failed_starts: int = 0  # number of consecutive starts that ended before the group was in a quorum
     given_up: bool = False
 
 

@@ -31,15 +31,12 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 
-LOCK_LIMIT = 120.0
-"""Seconds to wait while other groups start or end."""
-START_LIMIT = 180.0
-"""Seconds that other ranks wait for rank 0 to record the group's start."""
+LOCK_LIMIT = 120.0  # seconds to wait while other groups start or end
+START_LIMIT = 180.0  # seconds that other ranks wait for rank 0 to record the group's start
 PATIENCE = 3600.0
 """Seconds that a newcomer waits for a group that may be loading the checkpoint, unless the fleet is dead."""
 NO_RECORD = "ended by the scheduler without a record (a node failed, or somebody requeued the job)"
-AWAY = "stays away"
-"""Event for a group that is not requeued."""
+AWAY = "stays away"  # event for a group that is not requeued
 
 
 def join_group(folder: RunFolder, rank: RankInfo, number: int) -> tuple[RunFolder, RankInfo]:

@@ -23,22 +23,17 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 if TYPE_CHECKING:
     from titan_exp.extensions.replica_groups.config import GroupedCluster
 
-TORCHFT = "0.2.0"
-"""torchft version whose requests the trainer speaks; they change between versions."""
+TORCHFT = "0.2.0"  # torchft version whose requests the trainer speaks; they change between versions
 JOIN_SECONDS = 1200.0
 """Seconds that a quorum waits for a group that has a heartbeat, because it may be saving a checkpoint."""
 TICK_SECONDS = 0.05
 HOST = "127.0.0.1"
-RESTART_SECONDS = 1.0
-"""Seconds between two starts of a lighthouse that keeps failing."""
-POLL_INTERVAL = 0.5
-"""Seconds between polls of the files and of the lighthouse."""
-CONNECT_LIMIT = 2.0
-"""Timeout of a connection to another node in seconds."""
+RESTART_SECONDS = 1.0  # seconds between two starts of a lighthouse that keeps failing
+POLL_INTERVAL = 0.5  # seconds between polls of the files and of the lighthouse
+CONNECT_LIMIT = 2.0  # timeout of a connection to another node in seconds
 HANDOVER_SECONDS = 3 * POLL_INTERVAL
 """Seconds that the older lighthouse has to end, so that two never form quorums at once."""
-START_SECONDS = 10.0
-"""Further seconds for an agent that has claimed a generation to publish its address."""
+START_SECONDS = 10.0  # further seconds for an agent that has claimed a generation to publish its address
 _GENERATION = re.compile(r"lighthouse-(\d{4})")
 
 

@@ -166,8 +166,7 @@ def _fragments(experiment: Experiment, state: TrainState) -> dict[Tensor, int]:
     return {parameter: fragments[name] for part in state.model.parts for name, parameter in part.named_parameters()}
 
 
-BUCKET_BYTES = 64 * 2**20
-"""Maximum bytes of a bucket; a larger tensor has its own bucket."""
+BUCKET_BYTES = 64 * 2**20  # maximum bytes of a bucket; a larger tensor has its own bucket
 
 
 def ring_bytes(size: float, groups: int) -> float:

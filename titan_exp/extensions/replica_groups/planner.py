@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from titan_exp.trainer.part import Part
     from titan_exp.trainer.train_state import TrainState
 
-SYNCHRONIZATION = "synchronization"
-"""Phase of semi-synchronous training between two steps."""
-WITHOUT_EFFECT = ("outer_lr", "outer_nesterov")
-"""Keys of `semi_sync` that do not affect predictions."""
+SYNCHRONIZATION = "synchronization"  # phase of semi-synchronous training between two steps
+WITHOUT_EFFECT = ("outer_lr", "outer_nesterov")  # keys of `semi_sync` that do not affect predictions
 
 
 class GroupExchange(Exchange):

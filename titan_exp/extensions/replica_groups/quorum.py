@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 ASK_TIMEOUT = timedelta(seconds=60)
 """Timeout of one request for a quorum. Requests are repeated, because a dead lighthouse is restarted."""
-CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Timeout of connections to the lighthouse and to a group's own manager server."""
-LIGHTHOUSE_RETRIES = 600
-"""Number of requests from the manager server to the lighthouse before a rank's request fails."""
+CONNECT_TIMEOUT = timedelta(seconds=10)  # timeout of connections to the lighthouse and to a group's own manager server
+LIGHTHOUSE_RETRIES = 600  # number of requests from the manager server to the lighthouse before a rank's request fails
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,13 @@ class Quorum:
     """Living groups of a step, the same on every rank of every group except `rank`, `source` and `behind`."""
 
     id: int
-    members: tuple[str, ...]
-    """Names of the groups, oldest first."""
+    members: tuple[str, ...]  # names of the groups, oldest first
     rank: int
-    step: int
-    """Last step that any member has committed."""
-    source: int | None
-    """Member from which this group heals; None if it is up to date."""
-    behind: tuple[int, ...]
-    """Members that heal from this group."""
-    seconds: float
-    """Seconds spent waiting for the quorum."""
-    shares: int
-    """Number of groups that divide the step: all members, or as many as in the replayed history."""
+    step: int  # last step that any member has committed
+    source: int | None  # member from which this group heals; None if it is up to date
+    behind: tuple[int, ...]  # members that heal from this group
+    seconds: float  # seconds spent waiting for the quorum
+    shares: int  # number of groups that divide the step: all members, or as many as in the replayed history
 
     @property
     def size(self) -> int:

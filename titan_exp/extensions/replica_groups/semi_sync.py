@@ -45,12 +45,9 @@ class FragmentInFlight:
     """Fragment in flight: its pseudo-gradient is being summed over the groups."""
 
     number: int
-    moved: bool
-    """False in a group that has just healed and has nothing to average."""
-    own: list[Tensor] | None = None
-    """Pseudo-gradient of this group, kept if its weights will no longer tell it later."""
-    sum: AsyncAllReduce | None = None
-    """Running sum over the groups; None once it was refused."""
+    moved: bool  # False in a group that has just healed and has nothing to average
+    own: list[Tensor] | None = None  # pseudo-gradient of this group, kept if its weights will no longer tell it later
+    sum: AsyncAllReduce | None = None  # running sum over the groups; None once it was refused
 
     def gradients(self, outer: OuterOptimizer, *, delayed: bool) -> Iterable[Tensor]:
         """Pseudo-gradient to send. It is kept for a repetition if the group trains on until a `delayed` outer step."""
@@ -68,10 +65,8 @@ class FragmentInFlight:
 class PendingRow(Row):
     """Row of this group's share of a step; after the synchronization, of the whole step."""
 
-    trained: bool
-    """False if the row belongs to the group from which this group has healed."""
-    tokens: int
-    """Predicted tokens in this group's share; after the synchronization, in all trained shares."""
+    trained: bool  # False if the row belongs to the group from which this group has healed
+    tokens: int  # predicted tokens in this group's share; after the synchronization, in all trained shares
     total: int
     """Predicted tokens of whole batches since the last synchronization: on this rank, later on all ranks of a group."""
 

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from titan_exp.extensions.transformers.repository import Config
 
 
-KERNELS = "titan_exp"
-"""Name of the attention implementation by our kernels, for which transformers makes no masks."""
+KERNELS = "titan_exp"  # name of the attention implementation by our kernels, for which transformers makes no masks
 
-RECORDER = "titan_exp_recorder"
-"""Name of the attention implementation that computes nothing and records its arguments."""
+RECORDER = "titan_exp_recorder"  # name of the attention implementation that computes nothing and records its arguments
 
 KNOWN_OPTIONS = {"sliding_window", "position_ids", "use_cache", "is_causal"}
 KNOWN_OPTIONS |= {"cache_position", "cu_seq_lens_q", "output_router_logits"}
@@ -43,14 +41,10 @@ class AttentionCalls:
 
     found: dict[nn.Module, AttentionSpec] = field(default_factory=dict)
     """Attention spec of each module that called attention."""
-    unknown: dict[str, object] = field(default_factory=dict)
-    """Arguments that the kernels do not support."""
-    dropout: float = 0.0
-    """Largest dropout of attention probabilities."""
-    masks_arrive: bool = True
-    """True if every call got the masks that were passed to the model."""
-    is_causal: bool = True
-    """False if a module sees later tokens."""
+    unknown: dict[str, object] = field(default_factory=dict)  # arguments that the kernels do not support
+    dropout: float = 0.0  # largest dropout of attention probabilities
+    masks_arrive: bool = True  # True if every call got the masks that were passed to the model
+    is_causal: bool = True  # False if a module sees later tokens
     uncut: str | None = None
     """Reason why more than hidden states goes from block to block, so that no stage can begin at one."""
 
@@ -108,8 +102,7 @@ AttentionInterface.register(KERNELS, _attend)
 AttentionInterface.register(RECORDER, lambda *args, **kwargs: _RECORDING.get().add(*args, **kwargs))
 
 
-PROBED_TOKENS = 8
-"""Number of tokens in the meta-device forward pass that reveals attention shapes."""
+PROBED_TOKENS = 8  # number of tokens in the meta-device forward pass that reveals attention shapes
 
 
 @dataclass(frozen=True)
@@ -118,18 +111,13 @@ class Anatomy:
 
     model: Any
     embedding: nn.Embedding
-    embedding_scale: float | None
-    """Factor of the embedding's output rows; None if there is none."""
-    blocks_path: str
-    """Path of the list of blocks in the model's body, such as `layers`."""
+    embedding_scale: float | None  # factor of the embedding's output rows; None if there is none
+    blocks_path: str  # path of the list of blocks in the model's body, such as `layers`
     blocks: nn.ModuleList
-    others: dict[str, nn.Module]
-    """Outermost modules of the body beside embedding and blocks, by path with `_` for dots."""
+    others: dict[str, nn.Module]  # outermost modules of the body beside embedding and blocks, by path with `_` for dots
     head: nn.Linear
-    tied: bool
-    """True if the head uses the embedding's weight."""
-    names: dict[nn.Parameter, str]
-    """Names of the class's parameters."""
+    tied: bool  # True if the head uses the embedding's weight
+    names: dict[nn.Parameter, str]  # names of the class's parameters
 
     @property
     def plan(self) -> dict[str, Any]:

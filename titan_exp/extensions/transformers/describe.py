@@ -40,16 +40,12 @@ SUPPORTED = ("colwise", "rowwise", *GATHERED, *SPLIT, "replicated_with_grad_allr
 class BlockStyles:
     """Tensor-parallel styles in a block."""
 
-    linears: dict[str, LinearStyle] = field(default_factory=dict)
-    """Style by path of the linear."""
-    heads: list[str] = field(default_factory=list)
-    """Paths of norms over this rank's heads."""
-    gathering: list[str] = field(default_factory=list)
-    """Paths of modules that are called with all tokens."""
+    linears: dict[str, LinearStyle] = field(default_factory=dict)  # style by path of the linear
+    heads: list[str] = field(default_factory=list)  # paths of norms over this rank's heads
+    gathering: list[str] = field(default_factory=list)  # paths of modules that are called with all tokens
     whole: list[str] = field(default_factory=list)
     """Paths of attention modules that the plan does not shard, so that each rank computes them for all tokens."""
-    refusal: str | None = None
-    """Reason why the block cannot be sharded."""
+    refusal: str | None = None  # reason why the block cannot be sharded
 
 
 def describe(config: "Config") -> ModelSpec:

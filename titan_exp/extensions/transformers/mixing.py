@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from titan_exp.extensions.transformers.repository import Config
 
 
-PASSING = "titan_exp_passing"
-"""Name of the attention implementation in which no token sees another token."""
+PASSING = "titan_exp_passing"  # name of the attention implementation in which no token sees another token
 
-TOKENS = 23
-"""Number of tokens in the forward pass; no other dim is likely to have this size."""
+TOKENS = 23  # number of tokens in the forward pass; no other dim is likely to have this size
 
 FEWEST_BLOCKS = 8
 """Minimum number of blocks that are called, if there are as many; more are called if it takes more to include one of

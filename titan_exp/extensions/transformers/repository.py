@@ -20,8 +20,7 @@ from titan_exp.config.hydra.resolve import UnreadableSourceError
 from titan_exp.config.torch_features import import_torchao
 
 CONFIG_FILE = "config.json"
-HUB_TIMEOUT = 10
-"""Seconds to wait for the hub."""
+HUB_TIMEOUT = 10  # seconds to wait for the hub
 
 REMEDY = "give a folder with a config.json, such as docs/examples/olmo_debug, or a name on the hub: organisation/name"
 """Remedy that names repositories that can be read."""
@@ -37,8 +36,7 @@ CONFIG_KEYS = {
 }
 """Names of a size in `config.json`, by our key, because classes differ."""
 
-UNLIMITED = 2**20
-"""Context in tokens of a class without a limit, such as one without positions."""
+UNLIMITED = 2**20  # context in tokens of a class without a limit, such as one without positions
 
 OLDEST_VERSION = 5
 """Oldest major version of transformers that has the attention interface and the initialization used here."""

@@ -33,13 +33,10 @@ from titan_exp.tracking.run_folder.metrics_jsonl import rows_of
 from titan_exp.tracking.run_folder.run import DIED_UNRECORDED, SWEEP_GONE
 from titan_exp.tracking.run_folder.run_folder import FAILED, STOPPED, RunFolder, RunState, shown_state
 
-POLL_INTERVAL = 0.1
-"""Seconds between polls of processes and their files."""
+POLL_INTERVAL = 0.1  # seconds between polls of processes and their files
 WARNING_INTERVAL = 1.0
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
-LOG = "launcher.log"
-"""Log file of the launcher of a concurrent run, in the run's log folder."""
+INTERRUPTED = 130  # exit code after Ctrl-C
+LOG = "launcher.log"  # log file of the launcher of a concurrent run, in the run's log folder
 PREDICTION_FLAG = "--prediction"
 
 

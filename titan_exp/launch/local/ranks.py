@@ -35,14 +35,10 @@ from titan_exp.tracking.run_folder import files
 from titan_exp.tracking.run_folder.run import Run
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, World, write_atomically
 
-GRACE = 3.0
-"""Seconds after the first failure that ranks have to record their error and exit."""
-LINGER = 30.0
-"""Seconds that processes have to exit once every rank has recorded its end."""
-START_LIMIT = 60.0
-"""Seconds that all other rank processes have to appear after the first."""
-TEN_YEARS = 10 * 365 * 24 * 60
-"""Timeout in minutes, which submitit's controller requires."""
+GRACE = 3.0  # seconds after the first failure that ranks have to record their error and exit
+LINGER = 30.0  # seconds that processes have to exit once every rank has recorded its end
+START_LIMIT = 60.0  # seconds that all other rank processes have to appear after the first
+TEN_YEARS = 10 * 365 * 24 * 60  # timeout in minutes, which submitit's controller requires
 
 
 class LocalRanks:

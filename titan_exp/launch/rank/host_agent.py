@@ -32,8 +32,7 @@ from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, STOPPED, Attempt, RunFolder
 
-ATTEMPT_TIMEOUT = 60.0
-"""Seconds that other ranks wait for rank 0 to record the start."""
+ATTEMPT_TIMEOUT = 60.0  # seconds that other ranks wait for rank 0 to record the start
 
 
 def join_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor | None) -> rank_env.RankInfo:
@@ -104,10 +103,8 @@ def _await_attempt(folder: RunFolder, rank: rank_env.RankInfo) -> Attempt:
     raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. Read its log.")
 
 
-FIRST_PORT, LAST_PORT = 20000, 32000
-"""Port range of the rendezvous, below the ephemeral ports."""
-RENDEZVOUS_TIMEOUT = 60.0
-"""Seconds to wait for rank 0's address, because network disks may show new files late."""
+FIRST_PORT, LAST_PORT = 20000, 32000  # port range of the rendezvous, below the ephemeral ports
+RENDEZVOUS_TIMEOUT = 60.0  # seconds to wait for rank 0's address, because network disks may show new files late
 LOOPBACK = "127.0.0.1"
 
 
@@ -146,14 +143,10 @@ def free_port(job: int) -> int:
 
 
 AGENT = "titan_exp.launch.rank.host_agent"
-POLL_INTERVAL = 0.5
-"""Seconds between checks of the ranks and the attempt."""
-GRACE = 5.0
-"""Seconds after the end of an attempt that its other ranks have to record their end."""
-SILENCE = 60.0
-"""Seconds without a sign of life of an agent after which its host counts as lost."""
-START_LIMIT = 300.0
-"""Seconds that the agents of all hosts have to appear."""
+POLL_INTERVAL = 0.5  # seconds between checks of the ranks and the attempt
+GRACE = 5.0  # seconds after the end of an attempt that its other ranks have to record their end
+SILENCE = 60.0  # seconds without a sign of life of an agent after which its host counts as lost
+START_LIMIT = 300.0  # seconds that the agents of all hosts have to appear
 ENDED = "ended"
 
 

@@ -44,8 +44,7 @@ from titan_exp.tracking.run_folder.run_folder import DONE, ENDED_STATES, FAILED,
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: import path of the rank's main function, which takes a `Run`; by default the trainer's."""
 TRAINER = "titan_exp.trainer.rank_main.main"
-MAPPED_BYTES = 2**22
-"""Allocation size from which a rank's freed host memory returns to the system."""
+MAPPED_BYTES = 2**22  # allocation size from which a rank's freed host memory returns to the system
 
 
 def run_rank(run: Run, rank: rank_env.RankInfo) -> int:

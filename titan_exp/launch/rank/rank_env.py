@@ -26,20 +26,17 @@ FALLBACK_FOLDER = "TITAN_EXP_SPARE"
 """Environment variable: folder on another disk for the record, if the run folder is missing or its disk is full."""
 FAILURE_MARK = "titan_exp: this rank failed"
 """Line in a rank's log before its traceback, which the launcher shows separately."""
-HANG, FOLDER_LOST = "Hung", "FolderLost"
-"""Error types that concern the run rather than one rank."""
+HANG, FOLDER_LOST = "Hung", "FolderLost"  # error types that concern the run rather than one rank
 
 
 @dataclass(frozen=True)
 class RankError:
     """Error that ended a rank."""
 
-    type: str
-    """Class name of the exception."""
+    type: str  # class name of the exception
     message: str
     traceback: str
-    user: bool
-    """True for a UserError and an Outcome, whose message needs no traceback."""
+    user: bool  # True for a UserError and an Outcome, whose message needs no traceback
 
     def reason(self, rank: int) -> str:
         """First line of the message, with the rank and the type unless it concerns the run."""
@@ -55,10 +52,8 @@ class RankRecord:
     pid: int
     host: str
     start: float
-    end: float | None = None
-    """None while running."""
-    exit: int | None = None
-    """Exit code; None while running."""
+    end: float | None = None  # None while running
+    exit: int | None = None  # exit code; None while running
     error: RankError | None = None
     signal: str | None = None
     """First signal that asked this rank to stop. srun, which sends SIGTERM first, killed no rank without a signal."""
@@ -94,10 +89,8 @@ def read_record(folder: RunFolder, attempt: int, rank: int, fallback: Path | Non
 
 
 POLL_INTERVAL = 0.25
-GRACE = 3.0
-"""Seconds that an orphaned rank has to fail by itself after a peer failed."""
-SAVE_LIMIT = 600.0
-"""Seconds that an orphaned rank has to save, since no user can press Ctrl-C twice."""
+GRACE = 3.0  # seconds that an orphaned rank has to fail by itself after a peer failed
+SAVE_LIMIT = 600.0  # seconds that an orphaned rank has to save, since no user can press Ctrl-C twice
 
 
 class ParentWatchdog(threading.Thread):
@@ -157,18 +150,13 @@ class ParentWatchdog(threading.Thread):
         return False
 
 
-ATTEMPT = "TITAN_EXP_ATTEMPT"
-"""Environment variable: attempt number recorded by the launcher."""
-LAUNCHER = "TITAN_EXP_LAUNCHER"
-"""Environment variable: pid of the launcher."""
+ATTEMPT = "TITAN_EXP_ATTEMPT"  # environment variable: attempt number recorded by the launcher
+LAUNCHER = "TITAN_EXP_LAUNCHER"  # environment variable: pid of the launcher
 VISIBLE_GPUS = "TITAN_EXP_VISIBLE_GPUS"
 """Environment variable: the launcher's CUDA_VISIBLE_DEVICES, overwritten by submitit; unset if that is unset."""
-IMPORT_PATH = "TITAN_EXP_IMPORT_PATH"
-"""Environment variable: the launcher's sys.path; ranks search it after their own."""
-TOKEN = "TITAN_EXP_TOKEN"
-"""Environment variable: identifies the submission. Ranks started by hand have none."""
-GROUP = "TITAN_EXP_GROUP"
-"""Environment variable: number of the world to which a job belongs; unset if the run has one."""
+IMPORT_PATH = "TITAN_EXP_IMPORT_PATH"  # environment variable: the launcher's sys.path; ranks search it after their own
+TOKEN = "TITAN_EXP_TOKEN"  # environment variable: identifies the submission. Ranks started by hand have none.
+GROUP = "TITAN_EXP_GROUP"  # environment variable: number of the world to which a job belongs; unset if the run has one
 HOSTS = "TITAN_EXP_HOSTS"
 """Environment variable: names of a run's hosts, separated by commas, for ranks that a host agent starts."""
 TORCHRUN = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)")
@@ -194,28 +182,20 @@ class RankInfo:
 
     rank: int
     world_size: int
-    local_rank: int
-    """Rank on this machine; 0 if only one GPU is visible."""
+    local_rank: int  # rank on this machine; 0 if only one GPU is visible
     job_id: str = ""
     """Job id, equal on all ranks and unique per job. It is read for ranks started by hand or by a scheduler that counts
     restarts; otherwise the attempt has the id that its submission recorded."""
-    hosts: tuple[str, ...] = ()
-    """Names of all machines of the run."""
-    restarts: int | None = None
-    """Number of restarts of the job by the scheduler; None if not counted."""
-    token: str | None = None
-    """Submission token, by default from the environment; None for ranks started by hand."""
-    gang: bool = False
-    """True if the scheduler may kill all ranks after one rank's nonzero exit code."""
-    by_hand: str = "torchrun --nproc-per-node {}"
-    """Command template that starts the ranks by hand, for error messages."""
+    hosts: tuple[str, ...] = ()  # names of all machines of the run
+    restarts: int | None = None  # number of restarts of the job by the scheduler; None if not counted
+    token: str | None = None  # submission token, by default from the environment; None for ranks started by hand
+    gang: bool = False  # True if the scheduler may kill all ranks after one rank's nonzero exit code
+    by_hand: str = "torchrun --nproc-per-node {}"  # command template that starts the ranks by hand, for error messages
     launcher: int | None = None
     """Pid of the launcher on this machine; None without one. `controller` is the pid of submitit's controller."""
     controller: int | None = None
-    attempt: int | None = None
-    """Attempt number; None until the rank has joined the attempt."""
-    claim: FileLock | None = None
-    """Run lock, held by rank 0 if there is no launcher."""
+    attempt: int | None = None  # attempt number; None until the rank has joined the attempt
+    claim: FileLock | None = None  # run lock, held by rank 0 if there is no launcher
 
     def set_torch_env(self) -> None:
         """Set RANK, WORLD_SIZE and LOCAL_RANK, as torchrun does."""

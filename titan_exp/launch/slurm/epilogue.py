@@ -22,12 +22,9 @@ from titan_exp.launch.watchdog import HangFiles
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, HUNG, STOPPED, Attempt, RunFolder, shown_state
 
-CANCELLED = "cancelled"
-"""Prefix of stop reasons that prevent a requeue."""
-ENDED_BY_HAND = 130
-"""Exit code of a cancelled run, as after Ctrl-C."""
-SIGNALLED = 128
-"""Offset that the shell adds to the number of the signal that ended a command."""
+CANCELLED = "cancelled"  # prefix of stop reasons that prevent a requeue
+ENDED_BY_HAND = 130  # exit code of a cancelled run, as after Ctrl-C
+SIGNALLED = 128  # offset that the shell adds to the number of the signal that ended a command
 MORE_MEMORY = "ask for more with cluster.memory_gb (0: all of the node), or "
 
 

@@ -13,10 +13,8 @@ from titan_exp.tracking.run_folder.run_folder import PREEMPTED
 
 START = "titan_exp: job"
 """First words of the batch script's line at each start; the log of a requeued job holds several starts."""
-MARK = "titan_exp:"
-"""Prefix of the token in the job comment."""
-EARLY = 120
-"""Seconds by which SLURM may signal before the lead: a minute by its manual, and another of slack."""
+MARK = "titan_exp:"  # prefix of the token in the job comment
+EARLY = 120  # seconds by which SLURM may signal before the lead: a minute by its manual, and another of slack
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,7 @@ class Resources:
 
     cluster: ClusterConfig
     nodes: int
-    tasks_per_node: int
-    """Processes per node, one per GPU."""
+    tasks_per_node: int  # processes per node, one per GPU
 
 
 @dataclass(frozen=True)
@@ -34,23 +31,16 @@ class Script:
     """Parameters of a batch script."""
 
     name: str
-    token: str
-    """Token in the job comment; array tasks append their index."""
+    token: str  # token in the job comment; array tasks append their index
     resources: Resources
     snapshot: CodeSnapshot
-    python: str
-    """Interpreter of the submitting machine, for ranks outside a container."""
-    import_path: Sequence[str]
-    """Folders appended to the ranks' sys.path."""
-    folder: str
-    """Run folder; for an array, a folder whose entries 0, 1, ... link to the run folders."""
-    submission: str
-    """Folder of the job's log; the run folder would not do, since it may be deleted while the job waits."""
-    runs: str
-    """Folder of all runs, mounted in a container."""
+    python: str  # interpreter of the submitting machine, for ranks outside a container
+    import_path: Sequence[str]  # folders appended to the ranks' sys.path
+    folder: str  # run folder; for an array, a folder whose entries 0, 1, ... link to the run folders.
+    submission: str  # folder of the job's log; the run folder would not do, since it may be deleted while the job waits
+    runs: str  # folder of all runs, mounted in a container
     array: int | None = None
-    worlds: tuple[int, ...] | None = None
-    """Worlds of one run, each an array task; None if the run has one world."""
+    worlds: tuple[int, ...] | None = None  # worlds of one run, each an array task; None if the run has one world
 
     @property
     def tasks(self) -> bool:

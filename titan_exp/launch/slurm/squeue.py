@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from titan_exp.launch.slurm.script import MARK, START
 
-TIMEOUT = 20.0
-"""Timeout of SLURM commands in seconds; they block while the controller is down."""
+TIMEOUT = 20.0  # timeout of SLURM commands in seconds; they block while the controller is down
 
-ROW = "titan_exp|"
-"""First column of squeue's table, which identifies its rows."""
+ROW = "titan_exp|"  # first column of squeue's table, which identifies its rows
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
@@ -32,14 +30,10 @@ CAUSES = {
 class Job:
     """Job or array task, as listed by squeue."""
 
-    job_id: str
-    """`12`, or `12_3` for task 3 of array 12."""
-    state: str
-    """SLURM's state: `PENDING`, `RUNNING`, `TIMEOUT`, ..."""
-    reason: str
-    """Pending reason, or how the job ended; the text `None` without a reason."""
-    token: str
-    """Submission token; empty for unrelated jobs."""
+    job_id: str  # `12`, or `12_3` for task 3 of array 12
+    state: str  # SLURM's state: `PENDING`, `RUNNING`, `TIMEOUT`, ..
+    reason: str  # pending reason, or how the job ended; the text `None` without a reason
+    token: str  # submission token; empty for unrelated jobs
 
     @property
     def phase(self) -> str:
@@ -189,10 +183,8 @@ class TaskExit:
     """Exit of a task other than with code 0."""
 
     rank: int
-    message: str
-    """srun's words: `Killed`, `Out Of Memory`, `Exited with exit code 1`, ..."""
-    first: bool
-    """True if reported before srun ended the step, so that srun cannot have killed the task."""
+    message: str  # srun's words: `Killed`, `Out Of Memory`, `Exited with exit code 1`, ..
+    first: bool  # True if reported before srun ended the step, so that srun cannot have killed the task
 
 
 @dataclass(frozen=True)
@@ -201,10 +193,8 @@ class SrunLog:
 
     exits: tuple[TaskExit, ...]
     """Exits in srun's order, which is not always the real order. Tasks that srun's SIGTERM ended are left out."""
-    out_of_memory: bool
-    """True if the kernel or SLURM killed a task because of its memory."""
-    aborted: bool
-    """True if SLURM ended the step before any task exited."""
+    out_of_memory: bool  # True if the kernel or SLURM killed a task because of its memory
+    aborted: bool  # True if SLURM ended the step before any task exited
 
 
 def parse_srun_log(text: str) -> SrunLog:

@@ -41,8 +41,7 @@ def thread_map(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Resu
         return list(pool.map(do, items))
 
 
-ARRAY_LIMIT = 1000
-"""Runs per array; SLURM's MaxArraySize is 1001 by default."""
+ARRAY_LIMIT = 1000  # runs per array; SLURM's MaxArraySize is 1001 by default
 VARIABLES = {
     "time": ("TIMELIMIT",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
@@ -55,10 +54,8 @@ VARIABLES = {
 """Variables SBATCH_* that override or exclude a script's option and are not named after it."""
 GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables that hide GPUs of the submitting machine, or of the job that submits."""
-SBATCH_LIMIT = 120
-"""Timeout of sbatch in seconds; it blocks while the controller is down."""
-TIMED_OUT = 124
-"""Exit code of `timeout` when the time is up."""
+SBATCH_LIMIT = 120  # timeout of sbatch in seconds; it blocks while the controller is down
+TIMED_OUT = 124  # exit code of `timeout` when the time is up
 
 
 class SbatchError(Exception):

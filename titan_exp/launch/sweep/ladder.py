@@ -24,12 +24,10 @@ from titan_exp.plan.gate import check_memory
 from titan_exp.tracking.display import format_count, format_duration, format_items
 
 Compose = Callable[[Point], Experiment]
-TOLERANCE = 0.1
-"""Share by which a size may differ from the parameters that were asked for."""
+TOLERANCE = 0.1  # share by which a size may differ from the parameters that were asked for
 NOTHING = "(nothing varies)"
 PARENT = "checkpoint.continue_from"
-RUNG = "rung"
-"""Column of a comparison that stands for all keys of a size and a length."""
+RUNG = "rung"  # column of a comparison that stands for all keys of a size and a length
 
 
 class Shapes:

@@ -28,8 +28,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, has_diverged
 if TYPE_CHECKING:
     from titan_exp.launch.evidence import Standing  # imports NumPy, which other studies need not
 
-REPEATS = 200
-"""Draws per wanted point; more would mean that the ranges have hardly any other point."""
+REPEATS = 200  # draws per wanted point; more would mean that the ranges have hardly any other point
 
 
 def drawn_choices(search: Search) -> tuple[Choice, ...]:
@@ -124,8 +123,7 @@ class Finished:
     """Round whose runs are all done or have diverged."""
 
     plan: SweepPlan
-    values: Mapping[Path, float]
-    """Metric of each run, by run folder; infinite if it diverged."""
+    values: Mapping[Path, float]  # metric of each run, by run folder; infinite if it diverged
 
     def by_variant(self, better: Direction) -> dict[str, float]:
         """Mean over seeds of each variant, best first; ties keep the study's order."""
@@ -140,11 +138,9 @@ class Finished:
 class Rounds:
     """Single round: all points of a grid, or of a sweep without a study."""
 
-    metric = ""
-    """Metric on which later rounds depend; empty for a single round."""
+    metric = ""  # metric on which later rounds depend; empty for a single round
     better: Direction = "min"
-    registration: Registration | None = None
-    """Registered question, known after `check`; None of another study."""
+    registration: Registration | None = None  # registered question, known after `check`; None of another study
 
     def __init__(self, points: Sequence[Point]) -> None:
         self.first = list(points)

@@ -67,10 +67,8 @@ class SweepArgs:
     options: SweepOptions
     nested: tuple[str, ...] = ()
     """Overrides that Hydra sees only per point: the study's, and those typed after its name."""
-    where: str = ""
-    """Study file, for error messages."""
-    written: tuple[str, ...] = ()
-    """Overrides that stand in the study file as they are."""
+    where: str = ""  # study file, for error messages
+    written: tuple[str, ...] = ()  # overrides that stand in the study file as they are
 
 
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:

@@ -20,8 +20,7 @@ class PlannedPoint:
 
     point: Point
     plan: RunPlan
-    memory_check: MemoryCheck | None = None
-    """Memory check; None before the check, and for finished runs."""
+    memory_check: MemoryCheck | None = None  # memory check; None before the check, and for finished runs
 
     @property
     def path(self) -> Path:
@@ -41,10 +40,8 @@ class SkippedPoint:
 class SweepPlan:
     """Planned and skipped points of a sweep."""
 
-    planned: tuple[PlannedPoint, ...] = ()
-    """One point per run."""
-    duplicates: tuple[PlannedPoint, ...] = ()
-    """Further points that share these runs."""
+    planned: tuple[PlannedPoint, ...] = ()  # one point per run
+    duplicates: tuple[PlannedPoint, ...] = ()  # further points that share these runs
     skipped: tuple[SkippedPoint, ...] = ()
 
     def __add__(self, more: "SweepPlan") -> "SweepPlan":

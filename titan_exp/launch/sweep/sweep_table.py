@@ -179,8 +179,7 @@ def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None
     return [f"  titan-exp compare {name}"] if "done" in states else []
 
 
-CONTINUED = ("new", "stopped", "preempted", "lost")
-"""Words for runs that the same command would start or continue."""
+CONTINUED = ("new", "stopped", "preempted", "lost")  # words for runs that the same command would start or continue
 _PREDICTED = ("GiB", "s/step", "tokens/s")
 PREDICTED = (
     "GiB is the peak memory that we predict for a process. A number after < is an upper bound, which is enough to "

@@ -34,10 +34,8 @@ from titan_exp.launch.sweep.sweep_args import SweepOptions
 from titan_exp.launch.sweep.sweep_plan import SweepPlan, plan_sweep, predict_sweep_memory
 
 Compose = Callable[[list[str]], DictConfig]
-NOTHING = "(nothing swept)"
-"""Label of the only point of a sweep without a list."""
-WATCH_INTERVAL = 15.0
-"""Seconds between looks at the running pairs of a question."""
+NOTHING = "(nothing swept)"  # label of the only point of a sweep without a list
+WATCH_INTERVAL = 15.0  # seconds between looks at the running pairs of a question
 
 
 class FastCompose:

@@ -47,8 +47,7 @@ class ForgetGate(HeadNumbers):
     a rate to bf16 would change it by up to 0.8 %."""
 
     parameter_role = "vector"
-    keeps_fp32 = True
-    """True if mixed precision leaves the module's parameters in fp32."""
+    keeps_fp32 = True  # True if mixed precision leaves the module's parameters in fp32
 
     def __init__(self, spec: LinearAttentionSpec) -> None:
         super().__init__()
@@ -75,8 +74,7 @@ class LinearAttention(Planned):
     filters of `convolution` go by key head (its query, its key, the values of its value heads), so that a contiguous
     slice holds whole heads. Context parallelism replaces the two cores."""
 
-    pattern = "documents"
-    """Kind of mask: the document of each token."""
+    pattern = "documents"  # kind of mask: the document of each token
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer, "attention")

@@ -22,14 +22,10 @@ Parts = Mapping[str, tuple[str, ...]]
 class LinearAttentionNames:
     """Tensor names of linear attention of one tool, inside a layer."""
 
-    projections: Parts
-    """Projections, each with the parts in its rows."""
-    convolutions: Parts
-    """Filters of the convolution, each with the parts in its channels."""
-    parts: Mapping[str, str]
-    """Names by ours, as in `TensorNames`, of layers with linear attention."""
-    by_head: bool = False
-    """True if the rows of a projection go by key head, False if they go by part."""
+    projections: Parts  # projections, each with the parts in its rows
+    convolutions: Parts  # filters of the convolution, each with the parts in its channels
+    parts: Mapping[str, str]  # names by ours, as in `TensorNames`, of layers with linear attention
+    by_head: bool = False  # True if the rows of a projection go by key head, False if they go by part
     log_rate_dims: int = 1
     """Number of dims of the logarithm of the decay rates, whose second to last are the heads if there are several."""
 
@@ -41,16 +37,13 @@ class TensorNames:
     parts: Mapping[str, str]
     """Name by ours: of a whole parameter outside of blocks (`norm.weight`), and of a module or a projection in a block
     (`attention.query`), where `{}` stands for the expert. A bias is named like its weight, with `bias` for `weight`."""
-    layer: str = "layers.{}."
-    """Prefix of a block's names; `{}` stands for the layer."""
+    layer: str = "layers.{}."  # prefix of a block's names; `{}` stands for the layer
     interleaved: bool = False
     """True for interleaved RoPE, which rotates the pairs (2i, 2i + 1). Latent attention always has it."""
-    tied_head: bool = False
-    """True if a tied head is stored a second time, as its own tensor."""
+    tied_head: bool = False  # True if a tied head is stored a second time, as its own tensor
     alternating_gate_up: bool = False
     """True if outputs of `feed_forward.experts.gate_up` alternate, gate first; False if the first half is the gate."""
-    linear_attention: LinearAttentionNames | None = None
-    """Names of linear attention, in families with such layers."""
+    linear_attention: LinearAttentionNames | None = None  # names of linear attention, in families with such layers
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names under which files may have tensors of a layer, by their name."""
 

@@ -8,8 +8,7 @@ from titan_exp.config.errors.user_error import UserError, Violation, listed
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.config.schema.component import builtin_components, component
 
-CLASS = "_class_name"
-"""Key of `config.json` that names the class."""
+CLASS = "_class_name"  # key of `config.json` that names the class
 
 
 @dataclass(frozen=True)
@@ -17,11 +16,9 @@ class Diffusers:
     """A family's class in diffusers."""
 
     class_name: str
-    fixed: Mapping[str, object]
-    """Required values of keys in `config.json`; absent keys are accepted."""
+    fixed: Mapping[str, object]  # required values of keys in `config.json`; absent keys are accepted
     to_config: Callable[[Any], dict[str, Any]]
-    from_config: Callable[[Mapping[str, Any], str], ModelConfig]
-    """The family's config from `config.json` and a name."""
+    from_config: Callable[[Mapping[str, Any], str], ModelConfig]  # the family's config from `config.json` and a name
     violations: Callable[[Any], Iterable[Violation]] = lambda config: ()
     """Values of the family's config that `config.json` cannot express."""
 

@@ -16,10 +16,8 @@ from titan_exp.config.schema.foreign_code import require_trust
 from titan_exp.config.schema.typed_config import validated
 from titan_exp.models.spec.lookup import mtp_depth
 
-MTP_KEY = "num_nextn_predict_layers"
-"""Key of `config.json` with the number of modules of multi-token prediction."""
-ANY_TYPE = "*"
-"""`model_type` of the family that reads every type that no other family reads."""
+MTP_KEY = "num_nextn_predict_layers"  # key of `config.json` with the number of modules of multi-token prediction
+ANY_TYPE = "*"  # `model_type` of the family that reads every type that no other family reads
 
 
 @dataclass(frozen=True)
@@ -27,24 +25,18 @@ class HuggingFace:
     """A family's class in `transformers`. `both_ways` makes, from a table of keys, the fields that write and read its
     file."""
 
-    model_type: str
-    """Name in `config.json`."""
-    architectures: tuple[str, ...]
-    """Classes in `transformers`."""
-    fixed: Mapping[str, object]
-    """Required values of keys in `config.json`; absent keys are accepted."""
-    to_config: Callable[[Any], dict[str, Any]]
-    """Keys of `config.json` from the family's config."""
-    from_config: Callable[[Mapping[str, Any], str], ModelConfig]
-    """The family's config from `config.json` and a name."""
+    model_type: str  # name in `config.json`
+    architectures: tuple[str, ...]  # classes in `transformers`
+    fixed: Mapping[str, object]  # required values of keys in `config.json`; absent keys are accepted
+    to_config: Callable[[Any], dict[str, Any]]  # keys of `config.json` from the family's config
+    from_config: Callable[[Mapping[str, Any], str], ModelConfig]  # the family's config from `config.json` and a name
     other_types: tuple[str, ...] = ()
     """Further values of `model_type` that the family reads; it writes one of them by returning it from `to_config`."""
     violations: Callable[[Any], Iterable[Violation]] = lambda config: ()
     """Values of the family's config that `config.json` cannot express."""
     unread: Callable[[Mapping[str, Any]], Iterable[str]] = lambda values: ()
     """Prefixes of tensors that the family does not read, from `config.json`."""
-    multimodal_type: str = ""
-    """`model_type` of a multimodal model whose `text_config` is one of the family's."""
+    multimodal_type: str = ""  # `model_type` of a multimodal model whose `text_config` is one of the family's
     multimodal_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Prefixes of its language model's tensors, each with the one that the family's own names have instead; tensors
     without such a prefix are not read."""
@@ -241,8 +233,7 @@ def no_family(values: Mapping[str, Any]) -> str:
     return f"{found} {other.offer}" if other else found
 
 
-FILE = "model.json"
-"""File name in the folder of a checkpoint."""
+FILE = "model.json"  # file name in the folder of a checkpoint
 
 
 def to_json(config: ModelConfig, special_tokens: Mapping[str, Any]) -> dict[str, Any]:

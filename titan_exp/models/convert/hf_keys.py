@@ -14,8 +14,7 @@ from titan_exp.models.convert.hf_config import HuggingFace
 from titan_exp.models.spec.moe import BalanceConfig
 from titan_exp.models.spec.rope import PlainRope, ScaledRope, magnitude
 
-REQUIRED: Any = object()
-"""Default of a key that every file has."""
+REQUIRED: Any = object()  # default of a key that every file has
 
 
 def whole(value: Any) -> int:
@@ -39,14 +38,12 @@ class Key:
     field: str = ""
     """Field (`moe.experts`), or several with spaces between that have the same value; empty for a key that is only
     written."""
-    kind: Callable[[Any], Any] = whole
-    """Conversion of a value that is read."""
+    kind: Callable[[Any], Any] = whole  # conversion of a value that is read
     default: Any = REQUIRED
     """Value of an absent key. A function gets the previous fields by name, and also replaces null and 0."""
     read: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
     """Value of the field, from the whole file and the previous fields; replaces `kind` and `default`."""
-    write: Callable[[Any], Any] | None = None
-    """Value of the key, from the family's config; replaces the field's."""
+    write: Callable[[Any], Any] | None = None  # value of the key, from the family's config; replaces the field's
     refusal: str = ""
     """Message for a file whose value differs from the written one, with `{value}` for it; empty accepts any value."""
 
@@ -155,8 +152,7 @@ UNBALANCED = BalanceConfig("none", 0.0, 0.0, 0.0, centered_bias=True)
 """Load balance of a model whose file does not mention it."""
 
 
-SCALINGS = ("linear", "llama3", "yarn")
-"""Values of `rope_type`, beside `default`, that have the same names here."""
+SCALINGS = ("linear", "llama3", "yarn")  # values of `rope_type`, beside `default`, that have the same names here
 YARN_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 """Keys of YaRN that have the same names here."""
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor")

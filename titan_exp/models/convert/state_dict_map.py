@@ -56,8 +56,7 @@ class TensorRows:
     ours: str
     expert: int | None
     """Expert whose weight in our stacked parameter has the rows; None if the parameter is not stacked."""
-    ranges: tuple[RowRange, ...]
-    """Row ranges, numbered as in our whole parameter."""
+    ranges: tuple[RowRange, ...]  # row ranges, numbered as in our whole parameter
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,9 @@ class StateDictMap:
 
     runs: Mapping[str, tuple[RowRange, ...]]
     """Row ranges by our full name, in order, covering all rows; for a stacked parameter they cover one expert."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shape by our full name."""
-    their_shapes: Mapping[str, tuple[int, ...]]
-    """Shape by their name, in the order of writing."""
-    copies: Mapping[str, str]
-    """Their tensors that duplicate another of their tensors (a tied head), mapped to it."""
+    shapes: Mapping[str, tuple[int, ...]]  # shape by our full name
+    their_shapes: Mapping[str, tuple[int, ...]]  # shape by their name, in the order of writing
+    copies: Mapping[str, str]  # their tensors that duplicate another of their tensors (a tied head), mapped to it
     optional: frozenset[str] = frozenset()
     """Their tensors that may exist and are not read, such as the head of a tied model."""
     stacked: frozenset[str] = frozenset()
@@ -81,8 +77,7 @@ class StateDictMap:
     stacks: Mapping[str, str] = field(default_factory=dict)
     """Name of an expert's tensor, with `{}` for its number, by the name of their tensor of all experts: weights
     [experts, in, out], each expert's the transposed one of ours, or biases [experts, out]."""
-    buffers: frozenset[str] = frozenset()
-    """Our persistent buffers, by full name; in fp32 in every format."""
+    buffers: frozenset[str] = frozenset()  # our persistent buffers, by full name; in fp32 in every format
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Column order: their column for each of our columns, by our full name, for weights whose columns they order
     differently."""

@@ -18,19 +18,14 @@ __all__ = ["UNSCALED", "Config", "ParameterScale", "multiplier", "parameter_scal
 class ParameterScale:
     """Factors of one parameter's hyperparameters."""
 
-    init: float = 1.0
-    """Factor of initial values."""
-    lr: float = 1.0
-    """Factor of the learning rate."""
-    weight_decay: float = 1.0
-    """Factor of the weight decay."""
-    eps: float = 1.0
-    """Factor of Adam's epsilon."""
+    init: float = 1.0  # factor of initial values
+    lr: float = 1.0  # factor of the learning rate
+    weight_decay: float = 1.0  # factor of the weight decay
+    eps: float = 1.0  # factor of Adam's epsilon
     inputs: float = 1.0
     """Number of inputs of a matrix, relative to the base model's. `lr` is for Adam; other optimizers derive theirs from
     `inputs` and `outputs`."""
-    outputs: float = 1.0
-    """Number of outputs of a matrix, relative to the base model's."""
+    outputs: float = 1.0  # number of outputs of a matrix, relative to the base model's
 
     def times(self, other: "ParameterScale") -> "ParameterScale":
         """Multiply the factors of both scales."""
@@ -48,8 +43,7 @@ def multiplier(factor: float) -> ParameterScale:
     return ParameterScale(init=factor, lr=factor, weight_decay=1 / factor, eps=1 / factor)
 
 
-UNSCALED = ParameterScale()
-"""Scale of parameters that train with the configured hyperparameters."""
+UNSCALED = ParameterScale()  # scale of parameters that train with the configured hyperparameters
 
 
 def scales_of(parametrization: Config, model: ModelConfig) -> Mapping[str, ParameterScale]:

@@ -11,8 +11,7 @@ from titan_exp.models.spec.mixers import LinearAttentionSpec
 from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec, TensorSpec, VectorSpec
 from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, FusedRows, HeadParallel, RowPiece, Rowwise
 
-LINEAR_ATTENTION = "model.linear_attention"
-"""Key of linear attention in the configuration."""
+LINEAR_ATTENTION = "model.linear_attention"  # key of linear attention in the configuration
 
 
 @dataclass(frozen=True)

@@ -10,42 +10,29 @@ from titan_exp.ops.attention.mask_pattern import MaskPattern
 class QueryTemperature:
     """Scaling of queries by position (Llama 4): 1 + coefficient · ln(1 + floor((position + 1) / floor_scale))."""
 
-    coefficient: float
-    """Coefficient of the logarithm."""
-    floor_scale: int
-    """Number of positions for which the factor stays the same."""
+    coefficient: float  # coefficient of the logarithm
+    floor_scale: int  # number of positions for which the factor stays the same
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """Softmax attention of one layer."""
 
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads; each serves `heads / kv_heads` query heads."""
-    qk_dim: int
-    """Width of a query or key head."""
-    v_dim: int
-    """Width of a value head."""
-    qk_dim_key: str = "model.head_dim"
-    """Key of the configuration that sets `qk_dim`, for error messages."""
-    window: int | None = None
-    """Sliding window in keys, including the token itself; None means no window."""
-    chunk: int | None = None
-    """Chunk length: keys in the same chunk of positions are visible; None means no chunks."""
+    heads: int  # query heads
+    kv_heads: int  # key and value heads; each serves `heads / kv_heads` query heads
+    qk_dim: int  # width of a query or key head
+    v_dim: int  # width of a value head
+    qk_dim_key: str = "model.head_dim"  # key of the configuration that sets `qk_dim`, for error messages
+    window: int | None = None  # sliding window in keys, including the token itself; None means no window
+    chunk: int | None = None  # chunk length: keys in the same chunk of positions are visible; None means no chunks
     sinks: bool = False
     """True if the softmax has one learned logit per head beside the keys, the vector `attention.sinks`."""
-    scale: float | None = None
-    """Factor of the scores; None is 1 / sqrt(qk_dim)."""
-    rope: bool = True
-    """False if queries and keys are not rotated."""
+    scale: float | None = None  # factor of the scores; None is 1 / sqrt(qk_dim)
+    rope: bool = True  # False if queries and keys are not rotated
     rotated_norm_eps: float | None = None
     """Epsilon of an RMSNorm without weight over query and key heads after RoPE; None is none."""
-    temperature: QueryTemperature | None = None
-    """Scaling of queries by position."""
-    causal: bool = True
-    """False if tokens see later ones too."""
+    temperature: QueryTemperature | None = None  # scaling of queries by position
+    causal: bool = True  # False if tokens see later ones too
     rotary_dim: int | None = None
     """Number of first features of a query or key head that RoPE rotates; None is all of them."""
     gated: bool = False
@@ -76,29 +63,20 @@ class LinearAttentionSpec:
     its value heads), so that a contiguous slice holds whole heads.
     """
 
-    key_heads: int
-    """Query and key heads; each serves `value_heads / key_heads` value heads."""
-    value_heads: int
-    """Value heads, each with a state, a decay and a write strength."""
-    key_dim: int
-    """Width of a query or key head."""
-    value_dim: int
-    """Width of a value head."""
-    taps: int = 4
-    """Tokens that the causal convolution of queries, keys and values reads, the token itself included."""
+    key_heads: int  # query and key heads; each serves `value_heads / key_heads` value heads
+    value_heads: int  # value heads, each with a state, a decay and a write strength
+    key_dim: int  # width of a query or key head
+    value_dim: int  # width of a value head
+    taps: int = 4  # tokens that the causal convolution of queries, keys and values reads, the token itself included
     decay: Literal["head", "channel"] = "head"
     """Decay of the state: one number per value head (Gated DeltaNet), or one per feature of a key (Kimi Delta
     Attention)."""
-    gate: Literal["silu", "sigmoid"] = "silu"
-    """Function of the gate that multiplies the normalized output."""
+    gate: Literal["silu", "sigmoid"] = "silu"  # function of the gate that multiplies the normalized output
     strongest_write: float = 1.0
     """Upper bound of the write strength. With 2, the transition of the state may have negative eigenvalues."""
-    norm_eps: float = 1e-6
-    """Epsilon of the norm over the outputs of a value head."""
-    backend: Literal["auto", "torch", "fla"] = "auto"
-    """Requested kernels."""
-    rates: tuple[float, float] = (0.01, 16.0)
-    """Bounds of initial decay rates, which are uniform between them."""
+    norm_eps: float = 1e-6  # epsilon of the norm over the outputs of a value head
+    backend: Literal["auto", "torch", "fla"] = "auto"  # requested kernels
+    rates: tuple[float, float] = (0.01, 16.0)  # bounds of initial decay rates, which are uniform between them
     steps: tuple[float, float] | None = None
     """Bounds of initial time steps, which are uniform between them in logarithm; the bias of the decay is their inverse
     softplus. None starts the bias with ones."""
@@ -127,5 +105,4 @@ class LinearAttentionSpec:
         return 3.0 * (self.value_heads * rule + 2 * self.taps * self.channels)
 
 
-CHUNK = 64
-"""Tokens that the delta rule computes at once, between two updates of the state."""
+CHUNK = 64  # tokens that the delta rule computes at once, between two updates of the state

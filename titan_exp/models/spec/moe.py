@@ -84,38 +84,30 @@ class MoEConfig:
 class MoEVariant:
     """Variant of a layer's experts, beyond SwiGLU with weighted outputs."""
 
-    swiglu: SwiGLUVariant = SWIGLU
-    """Gate of every expert."""
+    swiglu: SwiGLUVariant = SWIGLU  # gate of every expert
     bias_std: float | None = None
     """Standard deviation of the experts' initial biases, 0 for zeros; None means no biases."""
     logit_bias_std: float | None = None
     """Standard deviation of the initial bias of the router's logits, 0 for zeros; None means no bias."""
-    weighted_inputs: bool = False
-    """True if weights multiply the experts' inputs instead of their outputs (Llama 4)."""
+    weighted_inputs: bool = False  # True if weights multiply the experts' inputs instead of their outputs (Llama 4)
     gated_shared: bool = False
     """True if the sigmoid of one number per token multiplies the output of the shared experts (Qwen3-Next)."""
 
 
-PLAIN_EXPERTS = MoEVariant()
-"""SwiGLU without biases."""
+PLAIN_EXPERTS = MoEVariant()  # SwiGLU without biases
 
 
 @dataclass(frozen=True)
 class RouterSpec:
     """Router: linear layer from a token to the logits of its experts, neither quantized nor sharded."""
 
-    name: str
-    """Module path inside the block (`feed_forward.router`)."""
-    inputs: int
-    """Input features."""
-    std: float
-    """Standard deviation of initial weights."""
-    moe: MoEConfig
-    """Mixture-of-experts configuration that it chooses by."""
+    name: str  # module path inside the block (`feed_forward.router`)
+    inputs: int  # input features
+    std: float  # standard deviation of initial weights
+    moe: MoEConfig  # mixture-of-experts configuration that it chooses by
     logit_bias_std: float | None = None
     """Standard deviation of the initial bias of the logits, 0 for zeros; None means no bias."""
-    weighted_inputs: bool = False
-    """True if weights multiply the experts' inputs instead of their outputs."""
+    weighted_inputs: bool = False  # True if weights multiply the experts' inputs instead of their outputs
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

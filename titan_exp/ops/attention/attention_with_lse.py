@@ -32,8 +32,7 @@ HIDDEN = -1e30
 """Bias of a hidden key's score. Finite, so that a row whose keys in this part are all hidden stays finite; its
 weight in the merge, exp(HIDDEN), is exactly 0."""
 
-ALIGNMENT = 32
-"""Multiple of rows to which the efficient kernel pads its log-sum-exp."""
+ALIGNMENT = 32  # multiple of rows to which the efficient kernel pads its log-sum-exp
 
 
 def attention_forward(
@@ -220,11 +219,9 @@ def _for_kernel(query: Heads, bias: Bias | None) -> Tensor | None:
     return F.pad(bias, (0, -keys % 16))[..., :keys].expand(query.shape[0], query.shape[1], -1, -1)
 
 
-TILE_SCORES = 1 << 22
-"""Maximum number of scores held at a time, over batch and heads."""
+TILE_SCORES = 1 << 22  # maximum number of scores held at a time, over batch and heads
 
-TILE_ROWS = 256
-"""Maximum number of rows in a tile; a causal tile has all keys up to its last row."""
+TILE_ROWS = 256  # maximum number of rows in a tile; a causal tile has all keys up to its last row
 
 
 class MaxLogits(nn.Module):

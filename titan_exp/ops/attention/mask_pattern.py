@@ -21,8 +21,7 @@ class Tile(NamedTuple):
     end_row: int
     first_key: int
     end_key: int
-    kind: str
-    """`whole` (every key is visible), `causal` (a square on the diagonal), or `masked`."""
+    kind: str  # `whole` (every key is visible), `causal` (a square on the diagonal), or `masked`
 
     @property
     def rows(self) -> slice:
@@ -37,12 +36,9 @@ class Tile(NamedTuple):
 class MaskPattern:
     """Visible keys of a query by their positions; both limits hold if both are given."""
 
-    window: int | None = None
-    """Sliding window in keys, the query's own included."""
-    chunk: int | None = None
-    """Chunk length: a query sees the keys of its chunk `position // chunk`."""
-    causal: bool = True
-    """False if later keys are visible too; then, without window and chunks, all keys are."""
+    window: int | None = None  # sliding window in keys, the query's own included
+    chunk: int | None = None  # chunk length: a query sees the keys of its chunk `position // chunk`
+    causal: bool = True  # False if later keys are visible too; then, without window and chunks, all keys are
 
     def __post_init__(self) -> None:
         assert self.causal or self.is_unlimited, "only causal patterns have a window or chunks"
@@ -128,10 +124,8 @@ class MaskPattern:
             first = end
 
 
-CAUSAL = MaskPattern()
-"""Every earlier key is visible."""
-FULL = MaskPattern(causal=False)
-"""Every key is visible."""
+CAUSAL = MaskPattern()  # every earlier key is visible
+FULL = MaskPattern(causal=False)  # every key is visible
 
 
 def _pairs(seq: int, window: int | None, chunk: int | None) -> float:

@@ -41,8 +41,7 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 ONE_WIDTH = ("flash", "fa3", "fa4")
 """Kernels whose values must be as wide as keys; narrower values are padded with zeros."""
 
-BLOCK = 128
-"""Rows and columns of a block of FlexAttention's score matrix."""
+BLOCK = 128  # rows and columns of a block of FlexAttention's score matrix
 Blocks = Bool[Tensor, "*batch blocks blocks"]
 
 
@@ -142,8 +141,7 @@ def segment_ids(
     return ids, MaskPattern(window=pattern.reach)
 
 
-PLACE_BITS = 40
-"""Number of bits for a place in a sequence, below the bits of a document's number."""
+PLACE_BITS = 40  # number of bits for a place in a sequence, below the bits of a document's number
 
 
 class CausalAttention(nn.Module):

@@ -26,10 +26,8 @@ Ends = Int32[Tensor, " experts"]
 Rows = Float[Tensor, "rows width"]
 RowWeights = Float[Tensor, " rows"]
 
-ALIGNED = 8
-"""Multiple that torch's kernel requires of dims, because each bf16 row must start on 16 bytes."""
-PROGRAMS = 1024
-"""Number of kernel programs that zero the rows of no expert."""
+ALIGNED = 8  # multiple that torch's kernel requires of dims, because each bf16 row must start on 16 bytes
+PROGRAMS = 1024  # number of kernel programs that zero the rows of no expert
 
 
 def grouped_linear(

@@ -28,12 +28,9 @@ Tokens = Float[Tensor, "tokens dim"]
 Rows = Float[Tensor, "rows dim"]
 Weights = Float[Tensor, "tokens k"]
 
-BLOCK = 1024
-"""Columns per kernel program."""
-TILE = 4096
-"""Elements of each operand that a program of `combine`'s backward holds."""
-_NARROW = 2**15
-"""Number of experts up to which indices fit int16, which a radix sort orders in a quarter of the passes."""
+BLOCK = 1024  # columns per kernel program
+TILE = 4096  # elements of each operand that a program of `combine`'s backward holds
+_NARROW = 2**15  # number of experts up to which indices fit int16, which a radix sort orders in a quarter of the passes
 
 
 def sort_by_expert(experts: Choices, count: int) -> tuple[Order, Choices, Int32[Tensor, " count"]]:
@@ -52,14 +49,10 @@ def sort_by_expert(experts: Choices, count: int) -> tuple[Order, Choices, Int32[
 class PaddedOrder:
     """Order of the choices by expert, padded so that each expert's number of rows is a positive multiple."""
 
-    order: Order
-    """Choice of each row; 0 for padding."""
-    inverse: Choices
-    """Row of each choice."""
-    ends: Int32[Tensor, " experts"]
-    """End of each expert's rows, padding included."""
-    padding: Padding
-    """Rows without a choice: those between experts, and those after the last end."""
+    order: Order  # choice of each row; 0 for padding
+    inverse: Choices  # row of each choice
+    ends: Int32[Tensor, " experts"]  # end of each expert's rows, padding included
+    padding: Padding  # rows without a choice: those between experts, and those after the last end
 
     @staticmethod
     def sort(experts: Choices, count: int, multiple: int) -> "PaddedOrder":
@@ -324,18 +317,12 @@ def combine_backward_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-
 class TokenPadding:
     """Padding of rows that are sorted by expert: positions in the padded buffer, and back."""
 
-    ends: Tensor
-    """End of each expert's padded rows, int32 [experts]; every expert has some rows, if only zeros."""
-    expert: Tensor
-    """Expert of each padded row, [room]; the number of experts for padding after the last."""
-    place: Tensor
-    """Padded position of each row, [tokens]."""
-    moved: Tensor
-    """True for rows that belong to an expert, [tokens]."""
-    source: Tensor
-    """Source row of each padded position, [room]."""
-    filled: Tensor
-    """True for padded positions that hold a row, [room]."""
+    ends: Tensor  # end of each expert's padded rows, int32 [experts]; every expert has some rows, if only zeros
+    expert: Tensor  # expert of each padded row, [room]; the number of experts for padding after the last
+    place: Tensor  # padded position of each row, [tokens]
+    moved: Tensor  # True for rows that belong to an expert, [tokens]
+    source: Tensor  # source row of each padded position, [room]
+    filled: Tensor  # True for padded positions that hold a row, [room]
 
     @staticmethod
     def of(ends: Tensor, tokens: int, multiple: int) -> "TokenPadding":

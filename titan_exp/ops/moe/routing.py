@@ -17,17 +17,14 @@ Scores = Float32[Tensor, "*tokens experts"]
 Chosen = Int64[Tensor, "*tokens k"]
 Loss = Float32[Tensor, ""]
 
-TINY = 1e-20
-"""Term added to the sum of the chosen scores, which sigmoids may round to 0."""
+TINY = 1e-20  # term added to the sum of the chosen scores, which sigmoids may round to 0
 
 
 class Routing(NamedTuple):
     """Experts of each token, best first, and their weights."""
 
-    experts: Int64[Tensor, "tokens k"]
-    """Chosen experts."""
-    weights: Float32[Tensor, "tokens k"]
-    """Factors of the experts' outputs."""
+    experts: Int64[Tensor, "tokens k"]  # chosen experts
+    weights: Float32[Tensor, "tokens k"]  # factors of the experts' outputs
 
 
 def choose_experts(
@@ -123,5 +120,4 @@ def add_unless_recomputing(total: Tensor, values: Tensor) -> None:
         total.add_(values)
 
 
-SumCounts = Callable[[Tensor], Tensor]
-"""Sums counts over the ranks that share sequences."""
+SumCounts = Callable[[Tensor], Tensor]  # sums counts over the ranks that share sequences

@@ -167,8 +167,7 @@ class ContextMask(NamedTuple):
 
     segments: Tensor | None
     """Ids of all ranks [degree, batch, part], equal for tokens that may see each other; None for one segment."""
-    pattern: MaskPattern
-    """Visible keys within a segment."""
+    pattern: MaskPattern  # visible keys within a segment
 
 
 class ContextAttention(nn.Module):

@@ -22,14 +22,11 @@ from titan_exp.parallel.mesh import Mesh, gather_into, group_named
 class Segments:
     """Segments of a sequence over ranks."""
 
-    slices: list[slice]
-    """Places of this rank's segments among its tokens, in order."""
-    own: list[int]
-    """Index of each of them among the segments of all ranks, in the order of the sequence."""
+    slices: list[slice]  # places of this rank's segments among its tokens, in order
+    own: list[int]  # index of each of them among the segments of all ranks, in the order of the sequence
     order: list[int]
     """Place of each of all segments among the gathered ones: its rank times `slots`, plus its index on the rank."""
-    slots: int
-    """Largest number of segments on a rank."""
+    slots: int  # largest number of segments on a rank
 
     def stacked(self, parts: list[Tensor]) -> Tensor:
         """Stack this rank's tensors, filled up to `slots` with zeros."""

@@ -13,13 +13,10 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.attention.mask_pattern import MaskPattern
 
-EVEN = 0.02
-"""Excess of the busiest rank over the mean, as a share of visible keys, below which no cut is needed."""
-GRANULES = (128, 16, 1)
-"""Multiples that piece lengths may have; the first that is even enough is taken."""
+EVEN = 0.02  # excess of the busiest rank over the mean, as a share of visible keys, below which no cut is needed
+GRANULES = (128, 16, 1)  # multiples that piece lengths may have; the first that is even enough is taken
 
-Pieces = tuple[range, ...]
-"""Positions in the sequence of a rank's tokens, in order."""
+Pieces = tuple[range, ...]  # positions in the sequence of a rank's tokens, in order
 
 
 def head_tail_pieces(rank: int, degree: int, seq: int, cuts: Sequence[int] = ()) -> Pieces:
@@ -71,8 +68,7 @@ class SequenceShard:
     rank: int
     zigzag: bool
     """True if the part is a piece from the head and one from the tail of each segment; else it is contiguous."""
-    cuts: tuple[int, ...] = ()
-    """Positions at which segments end, besides the end of the sequence."""
+    cuts: tuple[int, ...] = ()  # positions at which segments end, besides the end of the sequence
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's tokens of a tensor [rows, seq, ...]."""
@@ -89,10 +85,8 @@ class SequenceShard:
 class ShardedSequence:
     """Shard of every sequence for two nested exchanges."""
 
-    across: SequenceShard
-    """Zigzag shard of a group of ranks; groups exchange keys and values."""
-    within: SequenceShard
-    """Contiguous shard inside it; the ranks of a group exchange heads (Ulysses)."""
+    across: SequenceShard  # zigzag shard of a group of ranks; groups exchange keys and values
+    within: SequenceShard  # contiguous shard inside it; the ranks of a group exchange heads (Ulysses)
 
     @property
     def degree(self) -> int:

@@ -22,8 +22,7 @@ class TensorParallelGroup:
     group: str
     degree: int
     rank: int
-    sequence: bool
-    """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
+    sequence: bool  # True with sequence parallelism: outside blocks each rank holds a part of the tokens
     by_sequence: bool = True
     """True if a rank has a part of each sequence; else consecutive tokens of all, exchanged without copies."""
     float8_as_bytes: bool = False

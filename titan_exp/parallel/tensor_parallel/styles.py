@@ -58,8 +58,7 @@ class Ranks:
 
     axis: DeviceMesh
     region: layers.TensorParallelGroup
-    shards: int
-    """Data ranks among which FSDP shards every parameter afterwards."""
+    shards: int  # data ranks among which FSDP shards every parameter afterwards
     loss_parallel: bool
 
     def divided(self, weight: Tensor, dim: int) -> nn.Parameter:
@@ -86,8 +85,7 @@ class Part:
     """Module of a model that is to be sharded, and its place in the model."""
 
     ranks: Ranks
-    parent: nn.Module
-    """Module that contains it: the model, or the module whose `tp_plan()` names it."""
+    parent: nn.Module  # module that contains it: the model, or the module whose `tp_plan()` names it
     name: str
     module: nn.Module
 
@@ -269,8 +267,7 @@ def _gate_up_rows_of(
             yield slice(group * unit + half + start, group * unit + half + stop)
 
 
-Handler = Callable[[Any, Part], None]
-"""Shards a module by its style."""
+Handler = Callable[[Any, Part], None]  # shards a module by its style
 
 LINEARS: dict[type[tp_plan.TPStyle], Handler] = {
     tp_plan.Colwise: _column_parallel,

@@ -28,8 +28,7 @@ class LayerKind:
     """Everything that distinguishes a layer from others."""
 
     layer: LayerSpec
-    unquantized: tuple[str, ...] = ()
-    """Linears in high precision, by their name in the block."""
+    unquantized: tuple[str, ...] = ()  # linears in high precision, by their name in the block
     fp32: tuple[str, ...] = ()
     """Modules of `training.fp32_modules`, by their name in the block; empty for the block itself."""
     groups: tuple[tuple[str, str], ...] = ()
@@ -196,10 +195,8 @@ def _repetition(kinds: Sequence[LayerKind]) -> tuple[int, int]:
 SAMPLED_LAYERS = 5
 """Number of equal layers in the small model. The third is repeated, because blocks prefetch and reduce for their
 neighbours. Where kinds of layers alternate, a whole period is repeated."""
-SAMPLED_MICRO_BATCHES = 3
-"""Micro-batches of the small model's step: first, repeated, last."""
-MIN_SPEEDUP = 2
-"""Minimum ratio of block passes in the full step to those in the samples."""
+SAMPLED_MICRO_BATCHES = 3  # micro-batches of the small model's step: first, repeated, last
+MIN_SPEEDUP = 2  # minimum ratio of block passes in the full step to those in the samples
 SAMPLED_BLOCKS = 8
 
 

@@ -214,8 +214,7 @@ def _distance_across(sample: Sample, there: StepPosition, source: StepPosition) 
     return last - first if first < distinct + sample.edge <= end - sample.edge <= last else 0
 
 
-MAX_MICRO_BATCHES = 8
-"""Maximum number of composed micro-batches without a pipeline; further ones repeat."""
+MAX_MICRO_BATCHES = 8  # maximum number of composed micro-batches without a pipeline; further ones repeat
 
 
 @dataclass

@@ -109,29 +109,23 @@ def _difference(token: Token, other: Token) -> list[int] | None:
 
 _TRACES: dict[tuple[str, int, bool], "OptimizerStepTrace"] = {}
 """Traces in this process by run, global rank and device type."""
-MIN_DEPTH = 6
-"""Number of layers beyond the deepest small model at which unrolling becomes faster than tracing."""
+MIN_DEPTH = 6  # number of layers beyond the deepest small model at which unrolling becomes faster than tracing
 
 
 @dataclass(frozen=True)
 class OptimizerStepTrace:
     """Setup and two optimizer steps of a rank, traced without passes."""
 
-    setup: Sequence[Segment]
-    """Segments before the first step. Sizes on the device are not rounded up, as in `ends`."""
-    ends: Sequence[Sequence[Segment]]
-    """Segments of each optimizer step, from reduced gradients to the next step."""
+    setup: Sequence[Segment]  # segments before the first step. Sizes on the device are not rounded up, as in `ends`.
+    ends: Sequence[Sequence[Segment]]  # segments of each optimizer step, from reduced gradients to the next step
     gradients: Sequence[Mapping[int, GradientKey]]
     """Parameters by the allocations of their placeholder gradients, for each step."""
     others: Sequence[Sequence[int]]
     """Other earlier allocations of each step, in order: placeholder metrics, and everything else that it reads."""
-    costs: OpCosts
-    """Costs of the second step, without the exchange between worlds."""
+    costs: OpCosts  # costs of the second step, without the exchange between worlds
     parameters: int
-    flops_per_token: float
-    """FLOPs of a training step per token, of the whole model."""
-    on_host: dict[str, int] | None
-    """Bytes of tensors on the host between steps, by category, with offloaded parameters."""
+    flops_per_token: float  # FLOPs of a training step per token, of the whole model
+    on_host: dict[str, int] | None  # bytes of tensors on the host between steps, by category, with offloaded parameters
 
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:

@@ -55,28 +55,19 @@ class Sample:
     """Two traced steps of a small model."""
 
     segments: Mapping[StepPosition, Sequence[Segment]]
-    layers: Mapping[str, int]
-    """Number of blocks by kind of stage."""
-    distinct: int
-    """Number of first blocks that differ from the rest."""
-    period: int
-    """Period in which the kinds of the other blocks repeat."""
-    edge: int
-    """Blocks at each end of a stage that are not repeated."""
-    last: int
-    """Number of last blocks of the model that differ from the rest, as in `eligibility.last_blocks`."""
+    layers: Mapping[str, int]  # number of blocks by kind of stage
+    distinct: int  # number of first blocks that differ from the rest
+    period: int  # period in which the kinds of the other blocks repeat
+    edge: int  # blocks at each end of a stage that are not repeated
+    last: int  # number of last blocks of the model that differ from the rest, as in `eligibility.last_blocks`
     micro_batches: int
-    hidden: Sequence[tuple[int, str]]
-    """Bytes and category of hidden states, by kind, as in `ScheduleSimulation`."""
+    hidden: Sequence[tuple[int, str]]  # bytes and category of hidden states, by kind, as in `ScheduleSimulation`
     sends_complete: bool
-    message: OpCosts
-    """Costs of one send and one receive."""
+    message: OpCosts  # costs of one send and one receive
     gradients: Sequence[Mapping[GradientKey, int]]
-    hidden_states: frozenset[int]
-    """Allocations of hidden states passed between stages."""
+    hidden_states: frozenset[int]  # allocations of hidden states passed between stages
     results: Mapping[StepPosition, int]
-    saved_calls: tuple[str, ...]
-    """Automatic lists of saved calls in selective activation checkpointing, in words."""
+    saved_calls: tuple[str, ...]  # automatic lists of saved calls in selective activation checkpointing, in words
 
     @cached_property
     def blocks(self) -> dict[int, int]:
@@ -178,8 +169,7 @@ class Sample:
         )
 
 
-Samples = Mapping[SampleKey, Sequence[Sample]]
-"""One sample per activation checkpointing mode, for stages of each key."""
+Samples = Mapping[SampleKey, Sequence[Sample]]  # one sample per activation checkpointing mode, for stages of each key
 
 
 def trace_samples(experiment: Experiment, *, cuda: bool) -> Samples:

@@ -23,10 +23,8 @@ from titan_exp.plan.roofline import schedule_and_bubble
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
 """Kinds of stages: whole model; with the embedding, middle, with the head."""
-SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}
-"""Stage number in a sample, by kind of stage."""
-OTHER_RANK = 2
-"""Stage number of a sample's other rank; that stage has one period of layers."""
+SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}  # stage number in a sample, by kind of stage
+OTHER_RANK = 2  # stage number of a sample's other rank; that stage has one period of layers
 
 
 class ExtrapolationError(Exception):
@@ -36,12 +34,9 @@ class ExtrapolationError(Exception):
 class SampleKey(NamedTuple):
     """Everything that distinguishes the samples of a run's stages."""
 
-    size: int | None
-    """Size of the stages, from `eligibility.stage_sizes`."""
-    ways: tuple[str, ...]
-    """Backward passes of its micro-batches, from `backward_ways`."""
-    resharded: bool = False
-    """True if parameters are gathered again for each micro-batch."""
+    size: int | None  # size of the stages, from `eligibility.stage_sizes`
+    ways: tuple[str, ...]  # backward passes of its micro-batches, from `backward_ways`
+    resharded: bool = False  # True if parameters are gathered again for each micro-batch
 
     @property
     def order(self) -> Iterator[tuple[str, int]]:
@@ -59,8 +54,7 @@ class StageShape:
 
     number: int
     kind: str
-    layers: tuple[int, ...]
-    """Number of each block in the model."""
+    layers: tuple[int, ...]  # number of each block in the model
     modes: tuple[int, ...]
     sample: SampleKey
 
@@ -81,14 +75,11 @@ class StageShape:
 class SampledPart(NamedTuple):
     """Part of a stage's action or gradient reduction, with the sampled part that it repeats."""
 
-    mode: int
-    """Index of the activation checkpointing mode whose sample it repeats."""
+    mode: int  # index of the activation checkpointing mode whose sample it repeats
     stage: int
     block: int | None
-    part: str
-    """Part of the step, as in `StepPosition`."""
-    place: int | None
-    """Block of the full model's stage."""
+    part: str  # part of the step, as in `StepPosition`
+    place: int | None  # block of the full model's stage
 
 
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
@@ -141,8 +132,7 @@ KINDS = ("received", "made", "objective")
 class ScheduledAction:
     """Action of a rank."""
 
-    action: Action
-    """Stage, kind and micro-batch."""
+    action: Action  # stage, kind and micro-batch
     sampled: int
     """Equivalent micro-batch of a sample. 0 is the stage's first action that allocates gathered parameters or
     gradients, a later one of `backward_ways` stands for others, and 2 is the last micro-batch without a pipeline, which
@@ -152,12 +142,9 @@ class ScheduledAction:
 class SimulationEvent(NamedTuple):
     """Event of a schedule simulation."""
 
-    what: str
-    """Kind of event: `begin` and `end` of an action; `allocate` and `release` of hidden states."""
-    which: int
-    """Index of the action or of the hidden states."""
-    kind: int = 0
-    """Index in `KINDS` of allocated hidden states."""
+    what: str  # kind of event: `begin` and `end` of an action; `allocate` and `release` of hidden states
+    which: int  # index of the action or of the hidden states
+    kind: int = 0  # index in `KINDS` of allocated hidden states
 
 
 @dataclass
@@ -167,8 +154,7 @@ class ScheduleSimulation:
     actions: list[ScheduledAction] = field(default_factory=list)
     events: list[SimulationEvent] = field(default_factory=list)
     sent: int = 0
-    hidden: int = 0
-    """Number of hidden states."""
+    hidden: int = 0  # number of hidden states
 
 
 class _Hidden:

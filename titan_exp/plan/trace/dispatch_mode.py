@@ -24,13 +24,11 @@ from titan_exp.plan.trace import op_costs
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 from titan_exp.plan.trace.torch_patches import AXIS, TO_GPU, TO_HOST, WAITED_FOR, CachedOp, OpCache, replaced_attributes
 
-WORLD = "world"
-"""Name of the group of all ranks, if no mesh axis contains them all."""
+WORLD = "world"  # name of the group of all ranks, if no mesh axis contains them all
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _WITHOUT_FAKE = (torch.ops.aten._scaled_mm.out, torch.ops.aten.addmm.dtype_out)
-_OP_CACHE = OpCache()
-"""Op cache shared by all traces of the process."""
+_OP_CACHE = OpCache()  # op cache shared by all traces of the process
 
 
 @dataclass(kw_only=True)
@@ -39,8 +37,7 @@ class OpCosts:
 
     flops: int = 0
     fp8_flops: int = 0
-    bytes_moved: int = 0
-    """Bytes read and written by all other operators."""
+    bytes_moved: int = 0  # bytes read and written by all other operators
     host_bytes: int = 0
     """Bytes read and written by operators on the host (clipping and optimizer), with offloaded parameters."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))

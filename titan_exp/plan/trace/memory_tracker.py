@@ -31,12 +31,9 @@ CATEGORIES = (
 """Categories of storages. `loss` is memory of the head and the loss, logits included; `communication` is buffers of
 collectives; `optimizer` is its state and an update's temporaries; kernel libraries allocate `workspaces` once and keep
 them."""
-MOMENTS = 400
-"""Default maximum number of moments in a timeline."""
-SETTLED = ("parameters", "optimizer")
-"""Categories that `set_category` never changes."""
-HOST = -1
-"""Stream number of allocations in host memory."""
+MOMENTS = 400  # default maximum number of moments in a timeline
+SETTLED = ("parameters", "optimizer")  # categories that `set_category` never changes
+HOST = -1  # stream number of allocations in host memory
 
 
 @dataclass(eq=False)
@@ -44,12 +41,9 @@ class Storage:
     """Tracked storage."""
 
     category: str
-    number: int = 0
-    """Number of its last allocation, by which allocator events name it."""
-    size: int = 0
-    """Bytes, rounded up as by the allocator."""
-    on_host: bool = False
-    """True if it is in host memory, beside a device's memory."""
+    number: int = 0  # number of its last allocation, by which allocator events name it
+    size: int = 0  # bytes, rounded up as by the allocator
+    on_host: bool = False  # True if it is in host memory, beside a device's memory
     is_final: bool = False
 
 
@@ -57,12 +51,9 @@ class Change(NamedTuple):
     """Allocation or release of a storage."""
 
     storage: Storage | None
-    number: int
-    """Number of the allocation; negative for a mark."""
-    size: int
-    """Bytes allocated; negative if released."""
-    stream: int
-    """Stream of an allocation; `HOST` for one in host memory."""
+    number: int  # number of the allocation; negative for a mark
+    size: int  # bytes allocated; negative if released
+    stream: int  # stream of an allocation; `HOST` for one in host memory
     where: str
 
 
@@ -72,8 +63,7 @@ class Moment:
 
     bytes: int
     by_category: dict[str, int]
-    where: str
-    """Phase of the step, e.g. `backward, block 3`."""
+    where: str  # phase of the step, e.g. `backward, block 3`.
 
 
 @dataclass
@@ -91,8 +81,7 @@ class MemoryTracker:
     outside_passes: str = ""
     """Class of elementwise kernels outside the model's forward and backward passes; empty inside them."""
     gradients: int = 0
-    stream: Callable[[], int] = int
-    """Returns the number of the current stream; by default 0."""
+    stream: Callable[[], int] = int  # returns the number of the current stream; by default 0
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _changes: list[Change] = field(default_factory=list)
     _begun: int = 0

@@ -24,8 +24,7 @@ from titan_exp.ops.matmul_flops import GROUPED, matmul_flops
 from titan_exp.parallel.mesh import group_named
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
-_LOAD: ContextVar[float] = ContextVar("expert load", default=1.0)
-"""Ratio of received to sent rows."""
+_LOAD: ContextVar[float] = ContextVar("expert load", default=1.0)  # ratio of received to sent rows
 EXCHANGES = ("titan_exp.all_to_all_rows", "titan_exp.return_rows")
 """Operators that exchange tokens between the ranks of an expert-parallel group."""
 SYMMETRIC_EXCHANGES = ("titan_exp.symmetric_dispatch", "titan_exp.symmetric_return")
@@ -69,8 +68,7 @@ GATHERS = ("symm_mem.fused_all_gather_matmul", "symm_mem.fused_all_gather_scaled
 """Operators that gather tokens and multiply each piece as it comes."""
 SCATTERS = ("symm_mem.fused_matmul_reduce_scatter", "symm_mem.fused_scaled_matmul_reduce_scatter")
 """Operators that send each piece of a product as it is computed, and sum the pieces received."""
-COPIES = 2
-"""Number of copies in an exchange beside its own kernel, without a few small kernels."""
+COPIES = 2  # number of copies in an exchange beside its own kernel, without a few small kernels
 BESIDE = " beside "
 """Separator between the kind of a message and the shapes of the weights [inputs, outputs] that it overlaps with."""
 
@@ -78,14 +76,11 @@ BESIDE = " beside "
 class SymmetricMessage(NamedTuple):
     """Message of an operator that does more than send it."""
 
-    kind: str
-    """`all-gather beside 4096 x 1536`, `all-to-all`."""
+    kind: str  # `all-gather beside 4096 x 1536`, `all-to-all`
     group: str
-    size: int
-    """Bytes gathered, scattered or sent."""
+    size: int  # bytes gathered, scattered or sent
     flops: int
-    temporary: int
-    """Bytes allocated and freed within the call: pieces received but not returned."""
+    temporary: int  # bytes allocated and freed within the call: pieces received but not returned
     moved: int
     """Bytes read and written beside matmuls and messages: sums of pieces, copies to and from symmetric memory."""
     launches: int

@@ -19,8 +19,7 @@ from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.memory_tracker import Change, MemoryTracker, local
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, GRADIENTS, LOSS, NORM, OPTIMIZER
 
-NOWHERE = -1
-"""Stage number outside all stages, e.g. of the loss."""
+NOWHERE = -1  # stage number outside all stages, e.g. of the loss.
 PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
 """Parts of a step outside actions: the part before the first action; a stage's gradient reduction, its FSDP parameter
 groups, and the rest of it; a position that holds reduced gradients."""
@@ -29,22 +28,17 @@ TIED_SUM, OPTIMIZER_STEP = "sum of tied gradients", "optimizer step"
 BETWEEN, SUM, RESULT = " between", " sum", " result"
 """Suffixes of an action's parts: the messages after it, the sums of FSDP parameter groups' gradients in a split
 backward pass, and the storage of its result."""
-GRADIENT_SUM = "sum of gradients"
-"""Name of the phase that sums a parameter group's gradients in a split backward pass."""
+GRADIENT_SUM = "sum of gradients"  # name of the phase that sums a parameter group's gradients in a split backward pass
 
 
 class StepPosition(NamedTuple):
     """Position in a step."""
 
-    step: int
-    """Number of the step: -1 is the build, 0 the first step, 1 the second."""
+    step: int  # number of the step: -1 is the build, 0 the first step, 1 the second
     stage: int
-    micro: int | None
-    """Micro-batch; None for parts that run once per step."""
-    part: str
-    """Part of the step: `F before`, `F block`, `F after` and so on for an action."""
-    block: int | None
-    """Block of the stage; None outside blocks, -1 for the group of the stage's other parameters."""
+    micro: int | None  # micro-batch; None for parts that run once per step
+    part: str  # part of the step: `F before`, `F block`, `F after` and so on for an action
+    block: int | None  # block of the stage; None outside blocks, -1 for the group of the stage's other parameters
 
     def next_group(self, part: str) -> "StepPosition":
         """Position of the next FSDP parameter group of a part."""
@@ -68,16 +62,11 @@ PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1
 class AllocationEvent(NamedTuple):
     """Allocation or release of a storage, or the first matmul of a segment."""
 
-    allocation: int
-    """Number of the storage's allocation; `FORWARD_MATMUL` or `BACKWARD_MATMUL` for matmuls."""
-    size: int = 0
-    """Bytes allocated; 0 for a release."""
-    stream: int = 0
-    """Stream of an allocation; `HOST` for one in host memory."""
-    category: str = ""
-    """Final category of an allocation; empty for the phase's default."""
-    output: bool = False
-    """True for the hidden states that a block returns."""
+    allocation: int  # number of the storage's allocation; `FORWARD_MATMUL` or `BACKWARD_MATMUL` for matmuls
+    size: int = 0  # bytes allocated; 0 for a release
+    stream: int = 0  # stream of an allocation; `HOST` for one in host memory
+    category: str = ""  # final category of an allocation; empty for the phase's default
+    output: bool = False  # True for the hidden states that a block returns
 
 
 FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
@@ -88,11 +77,9 @@ NOT_TRACKED = -3
 class GradientKey(NamedTuple):
     """Key of a rank's parameter, whichever layers the rank holds."""
 
-    part: int
-    """Index of its pipeline stage on this rank."""
+    part: int  # index of its pipeline stage on this rank
     block: int | None
-    name: str
-    """Name within the block, or in the model."""
+    name: str  # name within the block, or in the model
 
 
 @dataclass(frozen=True)
@@ -100,14 +87,11 @@ class Segment:
     """Part of a step at one position."""
 
     costs: OpCosts
-    position: StepPosition
-    """Position in the step; blocks are numbered in the model, parameter groups from 0."""
+    position: StepPosition  # position in the step; blocks are numbered in the model, parameter groups from 0
     where: str
-    begins_phase: bool
-    """True if the segment begins its phase."""
+    begins_phase: bool  # True if the segment begins its phase
     category: str
-    events: Sequence[AllocationEvent] = ()
-    """Allocations and releases in order, if recorded."""
+    events: Sequence[AllocationEvent] = ()  # allocations and releases in order, if recorded
 
 
 class _Cut(NamedTuple):

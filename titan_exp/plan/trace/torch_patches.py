@@ -64,10 +64,8 @@ def restored_compiler_settings() -> Iterator[None]:
                     setattr(settings, name, values[name])
 
 
-GPU = torch.device("cpu", 1)
-"""Device of the fake GPU."""
-AXIS = "host"
-"""Axis name of copies between host and GPU."""
+GPU = torch.device("cpu", 1)  # device of the fake GPU
+AXIS = "host"  # axis name of copies between host and GPU
 TO_GPU, WAITED_FOR, TO_HOST = "to the GPU", "to the GPU, waited for", "to the host"
 """Kinds of copies. FSDP2 copies parameters and gradients on its own streams; on a single rank, which gathers nothing,
 parameters are copied on the compute stream (`WAITED_FOR`)."""
@@ -215,8 +213,7 @@ class OpResult:
     base: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
-    """Offset in the storage, relative to the viewed argument's."""
+    offset: int  # offset in the storage, relative to the viewed argument's
     dtype: torch.dtype
 
 
@@ -224,13 +221,10 @@ class OpResult:
 class CachedOp:
     """Results and costs of a call."""
 
-    mode: FakeTensorMode | None
-    """Fake tensor mode of the results; None without results."""
-    device: torch.device | None
-    """Fake device of the results."""
+    mode: FakeTensorMode | None  # fake tensor mode of the results; None without results
+    device: torch.device | None  # fake device of the results
     results: tuple[OpResult, ...]
-    kind: type | None
-    """Type of the returned container, or NoneType; None for a tensor."""
+    kind: type | None  # type of the returned container, or NoneType; None for a tensor
     flops: int
     bytes_moved: int
 

@@ -46,8 +46,7 @@ from titan_exp.trainer.parts import acting_parts
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
 
-CAPTURE = torch.cpu.Stream()
-"""Current stream of captured passes."""
+CAPTURE = torch.cpu.Stream()  # current stream of captured passes
 
 
 class FakeRecorder:
@@ -80,8 +79,7 @@ class FakeRecorder:
         return sum_costs([] if self.mode is None else [self.mode.costs])
 
 
-DEVICE = torch.device("cpu")
-"""Device of fake tensors. Torch without CUDA cannot run backward on fake CUDA tensors."""
+DEVICE = torch.device("cpu")  # device of fake tensors. Torch without CUDA cannot run backward on fake CUDA tensors.
 
 
 @dataclass(frozen=True)
@@ -257,8 +255,7 @@ def _readable_meshes() -> Iterator[None]:
 class HostUsage:
     """Host memory of a rank with offloaded parameters."""
 
-    peak: Moment
-    """Peak of host memory, with pinned blocks rounded up."""
+    peak: Moment  # peak of host memory, with pinned blocks rounded up
     persistent: dict[str, int]
 
 
@@ -267,21 +264,15 @@ class Trace:
     """Costs of a rank's second step, with optimizer state allocated."""
 
     peak: Moment
-    persistent: dict[str, int]
-    """Bytes allocated between steps, by category."""
-    gradients: int
-    """Bytes of this rank's reduced gradients."""
+    persistent: dict[str, int]  # bytes allocated between steps, by category
+    gradients: int  # bytes of this rank's reduced gradients
     costs: OpCosts
-    axes: dict[str, list[int]]
-    """Ranks of this rank's groups, by mesh axis."""
+    axes: dict[str, list[int]]  # ranks of this rank's groups, by mesh axis
     timeline: list[Moment]
-    setup_events: Events
-    """Allocations and releases before the step, from the model's build on."""
+    setup_events: Events  # allocations and releases before the step, from the model's build on
     step_events: Events
-    host: HostUsage | None = None
-    """Memory of the host, with offloaded parameters."""
-    saved_calls: tuple[str, ...] = ()
-    """Automatic lists of saved calls in selective activation checkpointing, in words."""
+    host: HostUsage | None = None  # memory of the host, with offloaded parameters
+    saved_calls: tuple[str, ...] = ()  # automatic lists of saved calls in selective activation checkpointing, in words
 
 
 def trace_step(

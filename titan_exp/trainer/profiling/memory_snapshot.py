@@ -18,30 +18,25 @@ from titan_exp.trainer.part import Part, Run, Step
 from titan_exp.trainer.train_state import TrainState
 
 UNKNOWN_SITE = "without recorded stack (profiling.memory_step)"
-LARGEST = 5
-"""Number of tensors, or allocation sites, listed per category."""
+LARGEST = 5  # number of tensors, or allocation sites, listed per category
 
 
 @dataclass(frozen=True)
 class MemoryCategory:
     """Memory of one category."""
 
-    name: str
-    """`weights`, `gradients`, `optimizer state` or `everything else: ...`."""
+    name: str  # `weights`, `gradients`, `optimizer state` or `everything else: ...`
     size: int
-    largest: tuple[tuple[str, int], ...] = ()
-    """Its largest tensors or allocation sites, with their bytes."""
+    largest: tuple[tuple[str, int], ...] = ()  # its largest tensors or allocation sites, with their bytes
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
     """Memory currently in use on one rank, in bytes."""
 
-    device: str
-    """`cuda`: memory of the caching allocator; `cpu`: resident memory of the process."""
+    device: str  # `cuda`: memory of the caching allocator; `cpu`: resident memory of the process
     used: int
-    reserved: int
-    """Memory reserved by the caching allocator; equal to `used` on a CPU."""
+    reserved: int  # memory reserved by the caching allocator; equal to `used` on a CPU
     capacity: int
     categories: tuple[MemoryCategory, ...]
 
@@ -128,8 +123,7 @@ def _bytes(tensor: Tensor) -> int:
     return local.untyped_storage().nbytes() if local.device.type != "meta" else 0
 
 
-MAX_EVENTS = 500_000
-"""Allocation events that a snapshot keeps; torch's viewer is slow with more."""
+MAX_EVENTS = 500_000  # allocation events that a snapshot keeps; torch's viewer is slow with more
 
 
 def record_live_allocations(config: ProfilingConfig, device: torch.device) -> None:

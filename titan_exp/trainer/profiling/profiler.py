@@ -79,8 +79,7 @@ class Span:
     kind: Kind
     begin: float
     end: float
-    lane: object
-    """Thread or stream; spans of a lane are nested or disjoint."""
+    lane: object  # thread or stream; spans of a lane are nested or disjoint
     runs: bool = True
     """True if the span is work; False for an annotation, which only gives its category to the spans inside it."""
 
@@ -92,8 +91,7 @@ class TimeShares:
     window: float
     spent: dict[Kind, float]
     """Time by category. Communication counts only where exposed; lanes that compute at once share the time evenly."""
-    hidden: float
-    """Time of communication that overlapped with computation."""
+    hidden: float  # time of communication that overlapped with computation
     idle: float
 
 
@@ -168,10 +166,8 @@ def _flat(lane: Sequence[Span]) -> list[_Segment]:
     return segments
 
 
-LONGEST = 10
-"""Number of kernels or operators that a summary lists."""
-PHASE = "titan_exp: "
-"""Prefix of the ranges that mark phases of a step; they are not work of their own."""
+LONGEST = 10  # number of kernels or operators that a summary lists
+PHASE = "titan_exp: "  # prefix of the ranges that mark phases of a step; they are not work of their own
 IDLE = {"cuda": "idle: no kernel ran", "cpu": "outside operators: Python, waiting"}
 """Title of the idle share, by device."""
 
@@ -190,18 +186,14 @@ class NamedTime:
 class ProfileSummary:
     """Time shares of a window of steps on one rank."""
 
-    device: str
-    """`cuda` (kernels) or `cpu` (operators)."""
+    device: str  # `cuda` (kernels) or `cpu` (operators)
     first_step: int
     last_step: int
-    seconds: float
-    """Length of the window; profiling slows steps, most of all those with small operators."""
+    seconds: float  # length of the window; profiling slows steps, most of all those with small operators
     shares: dict[str, float]
     """Shares of the window by category, and `idle`; they add up to 1. Communication counts only where exposed."""
-    hidden_communication: float
-    """Share of the window in which communication overlapped with computation."""
-    longest: tuple[NamedTime, ...]
-    """Kernels or operators with the longest self time."""
+    hidden_communication: float  # share of the window in which communication overlapped with computation
+    longest: tuple[NamedTime, ...]  # kernels or operators with the longest self time
 
     def line(self) -> str:
         """All shares on one line."""

@@ -20,20 +20,14 @@ class Roofline:
     """Figures of one attempt, per device. None means unknown."""
 
     device: str
-    seconds: float
-    """Measured seconds of steps after warm-up, without evaluation, checkpoints and exports."""
-    step_seconds: float
-    """Mean of those seconds per step."""
-    flops_per_token: float
-    """FLOPs of a training step per token, computed from the model's shapes."""
-    tflops: float
-    """`flops_per_token` times measured tokens per second and device."""
+    seconds: float  # measured seconds of steps after warm-up, without evaluation, checkpoints and exports
+    step_seconds: float  # mean of those seconds per step
+    flops_per_token: float  # FLOPs of a training step per token, computed from the model's shapes
+    tflops: float  # `flops_per_token` times measured tokens per second and device
     peak_tflops: float | None
     peak_source: str | None
-    optimizer_bytes: int
-    """Minimum bytes that one update with clipping moves, computed from rank 0's tensors."""
-    copy_rate: float | None
-    """GB/s read and written in a copy, measured by `titan-exp doctor`."""
+    optimizer_bytes: int  # minimum bytes that one update with clipping moves, computed from rank 0's tensors
+    copy_rate: float | None  # GB/s read and written in a copy, measured by `titan-exp doctor`
 
     @property
     def short(self) -> str:

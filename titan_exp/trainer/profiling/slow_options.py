@@ -134,8 +134,7 @@ def _attention(model: ModelConfig, *, flash: bool) -> Iterator[str]:
         yield f"{field}=efficient is for fp32 and masks, and this run has neither. Use {field}=auto"
 
 
-SPARE_SHARE = 0.5
-"""Share of the device's memory that must be free before the log names options that save memory."""
+SPARE_SHARE = 0.5  # share of the device's memory that must be free before the log names options that save memory
 
 
 def log_slow_options(experiment: Experiment) -> None:

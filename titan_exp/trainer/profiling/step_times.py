@@ -21,24 +21,18 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.folder_owner import own_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-PROBE_SIZE = {"cpu": 128, "cuda": 2048}
-"""Rows and columns of the probe's matrices: well under a millisecond."""
-PROBES = 4
-"""Number of probe matmuls; the fastest counts on a CPU, the mean without the first on a GPU."""
+PROBE_SIZE = {"cpu": 128, "cuda": 2048}  # rows and columns of the probe's matrices: well under a millisecond
+PROBES = 4  # number of probe matmuls; the fastest counts on a CPU, the mean without the first on a GPU
 
 
 @dataclass(frozen=True)
 class OwnTimes:
     """Times of a rank since the previous row, in seconds per step."""
 
-    step: float
-    """Wall time of a step, without logging, evaluation, checkpoints and exports."""
-    own: float
-    """Data loading plus processor time of the main thread."""
-    data: float
-    """Data loading, a part of `own`."""
-    probe: float
-    """Seconds of the probe matmul; 0 before the first was timed."""
+    step: float  # wall time of a step, without logging, evaluation, checkpoints and exports
+    own: float  # data loading plus processor time of the main thread
+    data: float  # data loading, a part of `own`
+    probe: float  # seconds of the probe matmul; 0 before the first was timed
 
 
 class StepTimes:
@@ -110,14 +104,11 @@ class StepTimes:
         return found
 
 
-OWN_RATIO = 1.3
-"""Ratio of a rank's own time to the median of its peers above which the rank counts as slow."""
+OWN_RATIO = 1.3  # ratio of a rank's own time to the median of its peers above which the rank counts as slow
 PROBE_RATIO = {"cpu": 1.5, "cuda": 1.2}
 """The same ratio for the probe matmul, by device. On a CPU it is so short that other processes disturb it."""
-MIN_SECONDS = 2e-3
-"""Seconds per step by which the own time must also exceed the median; shorter delays do not matter."""
-ROWS = 3
-"""Consecutive rows in which a rank must be slow before it is reported."""
+MIN_SECONDS = 2e-3  # seconds per step by which the own time must also exceed the median; shorter delays do not matter
+ROWS = 3  # consecutive rows in which a rank must be slow before it is reported
 
 
 class Straggler(NamedTuple):

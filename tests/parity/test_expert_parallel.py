@@ -45,12 +45,12 @@ def one_device(tmp_path_factory) -> Callable[[str], Curve]:
 
 
 DAY = [
-    ("gradients", f"{TP2} {DP2} {EP4}"),
-    ("v3", f"{TP2} {DP2} {EP2} {WHOLE_TOKENS}"),
     ("gradients", f"{TP2} {DP2} {ETP2} {EP2}"),
     ("plain", f"{PP2} {DP2} {EP2}"),
 ]
 NIGHT = [
+    ("gradients", f"{TP2} {DP2} {EP4}"),
+    ("v3", f"{TP2} {DP2} {EP2} {WHOLE_TOKENS}"),
     ("v3", f"{DP4} {EP2} training.micro_batch_size=1"),
     ("plain", f"{DP2} {EP2}"),
     ("plain", f"{DP4} {EP4} parallelism.reshard_after_forward=always"),

@@ -34,10 +34,10 @@ def one_device(tmp_path_factory):
     [
         pytest.param("plain", "parallelism.cp=2 parallelism.cp_method=ring parallelism.tp=2 parallelism.etp=2",
                      marks=pytest.mark.day),
-        pytest.param("few heads", "parallelism.tp=2 parallelism.dp_shard=4", marks=pytest.mark.day),
         *(
             pytest.param(experiment, layout, marks=pytest.mark.night)
             for experiment, layout in (
+                ("few heads", "parallelism.tp=2 parallelism.dp_shard=4"),
                 ("plain", f"parallelism.dp_shard=2 {COMPILED}"),
                 ("plain", "parallelism.dp_replicate=2 training.micro_batch_size=2 activation_checkpoint=full"),
                 ("plain", "parallelism.tp=2 parallelism.sequence_parallel=false"),

@@ -23,7 +23,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
-from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
+from titan_exp.optim.grad_clip import global_grad_norm, scale_gradients
 from titan_exp.optim.lr_schedule import LRSchedule, set_lr
 from titan_exp.optim.optimizer import build_optimizer
 from titan_exp.parallel.apply import parallelize
@@ -108,7 +108,7 @@ def train(experiment: Experiment, layout: ResolvedLayout, mesh: Mesh, module: nn
             reduce_partial_gradients(model.parts, mesh)
             grad_norm = global_grad_norm(model.parameters())
             if training.max_grad_norm is not None:
-                clip_gradients(optimizer, model.parameters(), grad_norm, training.max_grad_norm)
+                scale_gradients(model.parameters(), grad_norm, training.max_grad_norm)
 
             set_lr(optimizer, schedule(step))
             optimizer.step()

@@ -31,7 +31,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     def plan_run(experiment: Experiment, overrides: Sequence[str]) -> SimpleNamespace:
         folder = SimpleNamespace(path=Path("there"), metrics=Path(__file__), read_state=lambda: None)
-        return SimpleNamespace(experiment=experiment, overrides=[*overrides], folder=folder, compilation=())
+        found = {"folder": folder, "compilation": (), "is_done": False, "name": "name/id"}
+        return SimpleNamespace(experiment=experiment, overrides=[*overrides], **found)
 
     def run(plan: Any) -> SimpleNamespace:
         calls.append((plan.experiment, plan.overrides))

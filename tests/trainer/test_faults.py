@@ -65,7 +65,7 @@ def test_weights_that_are_gone_stop_a_new_run_and_no_other(tmp_path, monkeypatch
     train(tmp_path / "second", *begun, "training.steps=2")
     (tmp_path / "first").rename(tmp_path / "gone")
     # Whether they are there is asked where the run is launched, which knows its folder.
-    monkeypatch.setattr("titan_exp.rules.BEGINNING_RULES", ())
+    monkeypatch.setattr("titan_exp.rules.checkpoint.BEGINNING_RULES", ())
     assert [row["step"] for row in train(tmp_path / "second", *begun, "training.steps=3").rows] == [1, 2, 3]
     with pytest.raises(AssertionError, match=r"UserError: checkpoint.initial=.*: there is no complete checkpoint"):
         train(tmp_path / "third", *begun, "training.steps=2")

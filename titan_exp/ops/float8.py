@@ -187,8 +187,10 @@ def weights_amax_kernel(
     height, width = tl.load(entry + 3), tl.multiple_of(tl.load(entry + 4), 16)
     across = tl.cdiv(width, side)
     row, column = _indices(tile // across, tile % across, side)
-    matrix, bits = _pointer(entry, source.dtype), tl.pointer_type(tl.int32)
-    _reduce_tile(matrix, _pointer(entry + 1, bits), _pointer(entry + 2, bits), row, column, height, width)
+    matrix = _pointer(entry, source.dtype)
+    rows = _pointer(entry + 1, tl.pointer_type(tl.int32))
+    columns = _pointer(entry + 2, tl.pointer_type(tl.int32))
+    _reduce_tile(matrix, rows, columns, row, column, height, width)
 
 
 @jit

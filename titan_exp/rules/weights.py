@@ -31,10 +31,14 @@ from titan_exp.models.spec.lookup import model_spec, mtp_depth, with_mtp_depth
 class ModelChange:
     """Key of the model whose value differs from that of the weights."""
 
-    key: str  # dotted key (`model.context`)
-    ours: object  # value of the run
-    theirs: object  # value of the weights; None where they have no such key
-    change: Change  # effect on what the weights compute
+    key: str
+    """Dotted key (`model.context`)."""
+    ours: object
+    """Value of the run."""
+    theirs: object
+    """Value of the weights; None where they have no such key."""
+    change: Change
+    """Effect on what the weights compute."""
 
 
 def model_changes(ours: ModelConfig, theirs: ModelConfig | Mapping[str, Any], where: str) -> list[ModelChange]:
@@ -100,17 +104,22 @@ def _same(value: Any, other: Any) -> bool:
     return same_value(value, other)
 
 
-ACCEPT = "checkpoint.accept_changes"  # key that accepts changes
-TOKENIZER = "data.tokenizer"  # key of the tokenizer
+ACCEPT = "checkpoint.accept_changes"
+"""Key that accepts changes."""
+TOKENIZER = "data.tokenizer"
+"""Key of the tokenizer."""
 
 
 @dataclass(frozen=True)
 class GivenWeights:
     """Description of weights."""
 
-    where: str  # run, folder or file that they are from, for messages
-    model: ModelConfig | Mapping[str, Any]  # their model, or its values of whatever version
-    tokenizer: str | None = None  # `bytes`, or the path of their tokenizer's files; None if there is none
+    where: str
+    """Run, folder or file that they are from, for messages."""
+    model: ModelConfig | Mapping[str, Any]
+    """Their model, or its values of whatever version."""
+    tokenizer: str | None = None
+    """`bytes`, or the path of their tokenizer's files; None if there is none."""
 
 
 def given_weights(where: str, path: Path, ours: ModelConfig) -> GivenWeights | None:

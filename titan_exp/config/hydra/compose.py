@@ -84,7 +84,7 @@ def _with_extensions(file: str, config_path: str, values: dict[str, Any]) -> dic
     """Values of an option with the keys that extensions add to its group, and the primary configuration with a line for
     each group of theirs. An option that begins with another has those of that one."""
     group = config_path.rpartition("/")[0]
-    if group or file != str(CONF_DIR / f"{CONFIG_NAME}.yaml"):
+    if group or file != str(extension.CONF_DIR / f"{CONFIG_NAME}.yaml"):
         return values if "defaults" in values else {**values, **added_keys(group), **values}
     lines = values["defaults"]
     known = {*values, *(name for line in lines if isinstance(line, dict) for name in line)}

@@ -37,8 +37,9 @@ def velocity_errors(velocity: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RectifiedFlow:
-    """Rectified flow objective for models of latents. A batch that already has times, as in evaluation, keeps its
-    noise, times and texts."""
+    """Rectified flow objective for models of latents.
+
+    A batch that already has times, as in evaluation, keeps its noise, times and texts."""
 
     options: RectifiedFlowOptions = field(default_factory=RectifiedFlowOptions)  # times, dropout and guidance
     guided: bool = False  # True if the model reads a guidance scale

@@ -9,7 +9,8 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Change, ModelConfig
 from titan_exp.config.groups.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
-ROPE = "model.rope"  # key of the embedding in the configuration
+ROPE = "model.rope"
+"""Key of the embedding in the configuration."""
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "yarn_if_longer"]
 
@@ -30,14 +31,16 @@ def _change(rope: Any, _: str) -> Change:
     return Change.FUNCTION if rope.scaling == "none" else Change.MEANT
 
 
-STRETCHES = {"change": _change}  # metadata of the keys of a scaling
+STRETCHES = {"change": _change}
+"""Metadata of the keys of a scaling."""
 
 
 @dataclass(frozen=True)
 class PlainRope:
     """Rotary position embedding without context scaling."""
 
-    theta: PositiveFloat  # base of the geometric series of wavelengths. E.g. `model.rope.theta=1e6`.
+    theta: PositiveFloat
+    """Base of the geometric series of wavelengths. E.g. `model.rope.theta=1e6`."""
 
     def resolved(self, context: int) -> "PlainRope":
         """Return the embedding with values resolved for a model of this context."""

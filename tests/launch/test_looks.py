@@ -112,7 +112,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def use(monkeypatch: pytest.MonkeyPatch, executor: type[LocalExecutor]) -> None:
     monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", executor)
-    monkeypatch.setattr("titan_exp.launch.sweep.sweep_plan.executor_for", executor)
+    monkeypatch.setattr("titan_exp.launch.sweep.sweep_table.executor_for", executor)
     monkeypatch.setattr("titan_exp.launch.sweep.shipped_study.executor_for", executor)
 
 

@@ -181,7 +181,7 @@ def test_a_scheduler_gets_a_rung_at_a_time(monkeypatch: pytest.MonkeyPatch, caps
             return [Submission(plan, "submitted" if plan in new else "queued", "7") for plan in plans]
 
     monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", Scheduler)
-    monkeypatch.setattr("titan_exp.launch.sweep.sweep_plan.executor_for", Scheduler)
+    monkeypatch.setattr("titan_exp.launch.sweep.sweep_table.executor_for", Scheduler)
     assert sweep() == 0
     out = capsys.readouterr().out
     assert len(queue) == 9

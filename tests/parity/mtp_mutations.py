@@ -97,7 +97,7 @@ def modules_are_divided_by_the_tokens_of_the_micro_batch() -> None:
 
 def modules_are_divided_by_the_tokens_of_the_model() -> None:
     patch(
-        "titan_exp.trainer.train_step.token_counts",
+        "titan_exp.trainer.commit.token_counts",
         lambda original: lambda objective, batch: original(objective, batch)[:1] * (1 + len(batch.further)),
     )
 

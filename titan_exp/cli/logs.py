@@ -54,7 +54,10 @@ def run(argv: Sequence[str]) -> int:
         print(f"==> {queued} <==", flush=True)
     folder = _group_folder(entry.folder, attempt, options.group)
     try:
-        _follow(folder, rank or 0, attempt) if follow else _show(folder, rank, attempt)
+        if follow:
+            _follow(folder, rank or 0, attempt)
+        else:
+            _show(folder, rank, attempt)
     except KeyboardInterrupt:
         return 130
     return 0
@@ -83,8 +86,10 @@ def _group_folder(folder: RunFolder, attempt: int | None, group: int | None) -> 
     if not starts:
         return folder
     views = {of: folder.with_world(name) for of, name in sorted(starts.items())}
-    failed = [of for of, view in views.items() if group is None and _first_to_fail(view, number) is not None]
-    return views[[*failed, *views][0] if group is None else group]
+    if group is not None:
+        return views[group]
+    failed = [of for of, view in views.items() if _first_to_fail(view, number) is not None]
+    return views[[*failed, *views][0]]
 
 
 def _show(folder: RunFolder, rank: int | None, attempt: int | None) -> None:

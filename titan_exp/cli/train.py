@@ -9,7 +9,7 @@ from titan_exp.cli.hydra_command import run_sweep_with_hydra
 
 if TYPE_CHECKING:
     from titan_exp.config.groups.experiment import Experiment
-    from titan_exp.launch.executor import RunPlan
+    from titan_exp.launch.executor import Executor, RunPlan
 
 
 def run(argv: Sequence[str]) -> int:
@@ -40,8 +40,9 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
         return _preview(experiment, experiment.data.preview)
     if saved_state(str(plan.folder.path)) is None and plan.experiment.checkpoint.continue_from is None:
         for related in related_runs(plan.experiment)[:1]:
-            print(f"{related.name} is this experiment in another layout or with other steps, saved at step", end=" ")
-            print(f"{related.step}. To go on from there, add checkpoint.continue_from={related.name}")
+            other = f"{related.name} is this experiment in another layout or with other steps"
+            remedy = f"To go on from there, add checkpoint.continue_from={related.name}"
+            print(f"{other}, saved at step {related.step}. {remedy}")
     report_stale([plan], print)
     executor, options = executor_for(experiment.cluster.kind), current_sweep_options()
     if not options.dry_run and not plan.is_done:
@@ -50,7 +51,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     for line in () if plan.is_done else memory_gate.request_lines([gated]):
         print(line)
     if options.dry_run:
-        return _show_dry_run(gated, executor.script(gated), as_json=options.json)
+        return _show_dry_run(gated, executor, as_json=options.json)
     submission = executor.launch(gated)
     code = submission.exit_code
     if options.json:
@@ -61,7 +62,7 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     return code
 
 
-def _show_dry_run(plan: "RunPlan", script: str | None, *, as_json: bool) -> int:
+def _show_dry_run(plan: "RunPlan", executor: "Executor", *, as_json: bool) -> int:
     """Print what submitting a run would do, and its job script; writes nothing."""
     from titan_exp.config.command_line.output import answer
     from titan_exp.launch.memory_gate import planned_records, predicted, script_records
@@ -77,7 +78,7 @@ def _show_dry_run(plan: "RunPlan", script: str | None, *, as_json: bool) -> int:
         print(f"would start nothing: {path} is {status.shown}, after step {status.step}")
     else:
         print(f"would continue {path}, {status.shown} after step {status.step}, {plan.size}")
-    if script is not None:
+    if (script := executor.script(plan)) is not None:
         print(f"\n{script}", end="")
     if as_json:
         records, scripts = planned_records([plan], [plan.name]), script_records([plan])

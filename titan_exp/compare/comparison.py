@@ -216,7 +216,8 @@ def compare(
     # Rows of a ladder have other sizes and lengths, of which the difference to one of them says nothing.
     without = [replace(row, deltas=dict.fromkeys(row.numbers)) for row in rows]
     compared = without if ladder else _with_deltas(rows, reference, chosen)
-    key, tuning = tuned if tuned is not None else study.tune if study is not None else "", None
+    key = tuned if tuned is not None else study.tune if study is not None else ""
+    tuning = None
     if key and key != "none":
         tuning = tune(compared, columns, chosen[0], budget.tokens, key=key, baseline=reference)
     return Comparison(

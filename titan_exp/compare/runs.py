@@ -5,17 +5,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.foreign_file import of_kind
 from titan_exp.config.study.ladder import LadderRung
 from titan_exp.launch.executor import summarize_worlds
 from titan_exp.launch.ledger import Registration
-from titan_exp.launch.run_lookup import LadderRecord, find_runs, sweep_command
+from titan_exp.launch.run_lookup import LadderRecord, RoundsRecord, find_runs, sweep_command
 from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder import run_folder
@@ -52,7 +53,7 @@ class StudyRecord:
     removed: tuple[StudyPoint, ...] = ()  # points that the study's file no longer has
     size: str = ""
     typed: tuple[str, ...] = ()
-    rounds: Mapping[str, Any] = field(default_factory=dict)  # metric and direction that decide, rungs, kept fraction
+    rounds: RoundsRecord = field(default_factory=RoundsRecord)  # metric and direction that decide, rungs, kept fraction
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kind and bounds of each range, by key
     tune: str = ""  # key over which each group is tuned
     registered: Registration | None = None  # question, as registered before the first run
@@ -78,6 +79,19 @@ class StudyRecord:
     def is_adaptive(self) -> bool:
         """True for a search or successive halving."""
         return bool(self.rounds or self.parameters)
+
+
+def _study_record(values: dict[str, Any]) -> StudyRecord:
+    """Fields that we read: every release writes further ones, and earlier ones lack some."""
+    lists = {key: values[key] for key in ("points", "others", "removed") if isinstance(values.get(key), list)}
+    points = {key: [_known_fields(StudyPoint, point) for point in found] for key, found in lists.items()}
+    return of_kind(StudyRecord, _known_fields(StudyRecord, {**values, **points}))
+
+
+def _known_fields(kind: Any, value: Any) -> Any:
+    return (
+        {one.name: value[one.name] for one in fields(kind) if one.name in value} if isinstance(value, dict) else value
+    )
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,8 @@ def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
     if status.state == "unreadable":
         raise UserError(status.reason or "")
     code, attempts = found.code, found.attempts
-    ancestor, parent = found.ancestors[0] if found.ancestors else None, None
+    ancestor = found.ancestors[0] if found.ancestors else None
+    parent = None
     if ancestor is not None and ancestor.folder is not None:
         with suppress(UserError):  # removed in part: its cost is unknown
             parent = read_run(ancestor.folder)
@@ -265,8 +280,9 @@ def select(names: Sequence[str], runs: Path) -> Selection:
     found = [folder for name in names for folder in _folders(name, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
-    study = run_folder.read_json(parents[0] / "study.json", StudyRecord) if len(parents) == 1 else None
-    study = study and replace(study, name=study.name or parents[0].name)
+    study = run_folder.read_json(parents[0] / "study.json", made=_study_record) if len(parents) == 1 else None
+    if study is not None:
+        study = replace(study, name=study.name or parents[0].name)
     notes: list[str] = []
     if study and study.points and len(names) == 1 and _study_folder(names[0], runs):
         folders = _points_of(study, parents[0], folders, notes)

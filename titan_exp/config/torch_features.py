@@ -42,9 +42,9 @@ def known_operators(namespace: str) -> tuple[str, ...]:
 
 @cache
 def _aten_operators() -> tuple[str, ...]:
-    spec = find_spec("torchgen")
-    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path("/")
-    path = folder / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    if (spec := find_spec("torchgen")) is None or spec.origin is None:
+        return ()
+    path = Path(spec.origin).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
     text = path.read_text() if path.is_file() else ""
     return tuple(dict.fromkeys(re.findall(r"^- func: (\w+)", text, flags=re.MULTILINE)))
 

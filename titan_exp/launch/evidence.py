@@ -189,7 +189,11 @@ def gather(differences: Array, prior: float) -> Evidence:
     below, above = (np.where(n < 2, 1.0, scipy.special.stdtr(np.maximum(n - 1, 1), side)) for side in (-t, t))
     signs = won + lost > 0
     return Evidence(
-        *(n, mean, squares, won, lost),
+        finished=n,
+        mean=mean,
+        squares=squares,
+        won=won,
+        lost=lost,
         both=np.cumsum(np.isnan(given), -1),
         ahead=np.where(signs, (wins > losses) & (won >= lost), mean > 0),
         e_values=(better * _sign_mixture(won, lost), worse * _sign_mixture(lost, won)),

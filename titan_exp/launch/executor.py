@@ -108,7 +108,6 @@ class Worlds(ABC):
 def worlds_launch() -> Worlds | None:
     """Launch of runs with several worlds; None if no installed extension provides one. Raises UserError if two do."""
     kinds = list(loaded("worlds"))
-    kinds = list(loaded("worlds"))
     if len(kinds) > 1:
         modules = listed([kind.__module__ for kind in kinds], "and")
         raise UserError(f"Several extensions launch the worlds of a run: {modules}. Uninstall all but one.")

@@ -230,8 +230,10 @@ def run_path(name: str, runs: Path | str = "") -> str:
     URLs are returned as they are; the reader of weights explains them. Raises UserError about another name that matches
     no run, or several."""
     path = Path(name).expanduser()
+    if not name or is_url(name):
+        return name
     is_group = path.is_dir() and not (path / "config.yaml").exists() and any(readable_runs(path))
-    if not name or is_url(name) or (path.exists() and not is_group):
+    if path.exists() and not is_group:
         return name
     try:
         found = find_runs([name], runs_folder(runs))

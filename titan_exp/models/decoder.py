@@ -83,8 +83,8 @@ class Decoder(nn.Module):
         x = self.norm(x)
         if embedded:
             depths = [x]
-            for depth, following in enumerate(embedded):
-                number = str(layers + depth)
+            mtp = [number for number in self.blocks if int(number) >= layers]
+            for number, following in zip(mtp, embedded, strict=True):
                 depths.append(self.blocks[number](depths[-1], rope, masks[number], following))
             # A single call of the head, so that FSDP gathers its weight once.
             x = torch.cat(depths)

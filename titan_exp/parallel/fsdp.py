@@ -310,8 +310,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
     groups = [group for part in (*kept, *blocks[-1:]) for group in units.freed(part)]
 
     def free_after_inference(*_: Any) -> None:
-        for group in () if torch.is_grad_enabled() else groups:  # kept for backward
-            group.reshard()
+        if not torch.is_grad_enabled():  # kept for backward
+            for group in groups:
+                group.reshard()
 
     if free:
         model.register_forward_hook(free_after_inference)

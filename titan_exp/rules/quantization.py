@@ -36,7 +36,7 @@ def some_linear_is_quantized(
     config, layers = quantization, len(spec.blocks)
     if any(quantized_linears(spec, config)):
         return
-    widest = max(min(linear.inputs, linear.outputs) for _, linear in spec.linears())
+    widest = max((min(linear.inputs, linear.outputs) for _, linear in spec.linears()), default=0)
     if config.high_precision_first + config.high_precision_last >= layers:
         field, value = "quantization.high_precision_first", config.high_precision_first
         together = f"together with quantization.high_precision_last={config.high_precision_last}"

@@ -63,7 +63,8 @@ def service_pids() -> list[int]:
     found = []
     for pid in (word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()):
         with suppress(OSError):
-            found += [int(pid)] if Path(f"/proc/{pid}/comm").read_text().startswith("wandb") else []
+            if Path(f"/proc/{pid}/comm").read_text().startswith("wandb"):
+                found.append(int(pid))
     return found
 
 

@@ -76,7 +76,9 @@ def check_network(device: torch.device, backend: str) -> None:
     communicator. The default group stays unbound: bound (`init_process_group(device_id=...)`), it would give every axis
     of both meshes, most of size 1, a communicator for the whole run, and would run a pipeline's sends one after the
     other. Raises NetworkBroken if connecting or the all-reduce failed, or took longer than `NETWORK_LIMIT`."""
-    rank, world, cause = dist.get_rank(), dist.get_world_size(), None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    reason: str | None = None
+    cause: RuntimeError | None = None
     try:
         bound = device if device.type != "cpu" else None
         group: Any = dist.new_group(backend=backend, timeout=NETWORK_LIMIT, group_desc="network check", device_id=bound)
@@ -86,11 +88,12 @@ def check_network(device: torch.device, backend: str) -> None:
         work.wait(NETWORK_LIMIT)
         total = int(count)
         dist.destroy_process_group(group)
-        reason = "" if total == world else f"the ranks add up to {total}"
+        if total != world:
+            reason = f"the ranks add up to {total}"
     except RuntimeError as error:  # torch's errors of a backend are subclasses
         lines, cause = [line.strip() for line in str(error).splitlines() if line.strip()], error
         reason = "; ".join(lines[:1] + lines[-1:])
-    if reason:
+    if reason is not None:
         raise NetworkBroken(
             f"rank {rank}: {backend.upper()} cannot connect {world} ranks, this one on {device} of {platform.node()} "
             f"({reason}). Start with NCCL_DEBUG=INFO in the environment to see the adapters that it tries. Choose "

@@ -72,7 +72,7 @@ class ShardedHFExporter:
         A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank."""
         target = self.path_of(step)
         # Other ranks than rank 0 may see a stale file-system cache.
-        if self._config.export == "none" or from_rank_0(target.is_dir(), self._mesh.cpu_group):
+        if self._config.export == "none" or from_rank_0(self._leader and target.is_dir(), self._mesh.cpu_group):
             return True
         partial = target.with_name(f"{target.name}.partial")
         row_map, dtype = state_dict_map(self._model, "huggingface"), DTYPES[self._config.export]

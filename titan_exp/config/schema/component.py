@@ -298,11 +298,18 @@ KINDS = {
         extended_by="families",
     ),
     "optimizer": ComponentKind(
-        *("titan_exp.optim", "name", ("Config", "build"), "own-optimizer", "torch_optimizer"),
+        package="titan_exp.optim",
+        key="name",
+        public=("Config", "build"),
+        guide="own-optimizer",
+        plain="torch_optimizer",
         calls={"build": Call(("parameters", "config"))},
     ),
     "parametrization": ComponentKind(
-        *("titan_exp.models.parametrization", "name", ("Config", "parameter_scales"), "parametrization"),
+        package="titan_exp.models.parametrization",
+        key="name",
+        public=("Config", "parameter_scales"),
+        guide="parametrization",
         calls={"parameter_scales": Call(("spec", "model", "config"))},
     ),
 }

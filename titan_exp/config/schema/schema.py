@@ -108,14 +108,23 @@ def texts(kind: Any) -> dict[str, KeyText]:
 
 @cache
 def _class_bodies(file: str) -> dict[str, list[ast.stmt]]:
-    """Statements of the classes in a file by name, of which one at the top level counts first."""
-    nodes = [node for node in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(node, ast.ClassDef)]
-    return {node.name: node.body for node in reversed(nodes)}
+    """Statements of the classes in a file by qualified name."""
+    found = dict[str, list[ast.stmt]]()
+    nodes: list[tuple[str, ast.AST]] = [("", ast.parse(Path(file).read_bytes()))]
+    for outer, node in nodes:  # grows by what each node holds
+        inner = outer
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(f"{outer}{node.name}", node.body)
+            inner = f"{outer}{node.name}."
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = f"{outer}{node.name}.<locals>."
+        nodes += [(inner, child) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 def _own_texts(kind: Any) -> dict[str, KeyText]:
     found = {}
-    for before, after in pairwise(_class_bodies(inspect.getfile(kind))[kind.__name__]):
+    for before, after in pairwise(_class_bodies(inspect.getfile(kind))[kind.__qualname__]):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
             match after:
                 case ast.Expr(value=ast.Constant(value=str(text))):

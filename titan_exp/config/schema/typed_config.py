@@ -103,7 +103,9 @@ def _readable_group(name: str, values: object, wrong: Collection[str]) -> Any:
         own = [one.name for one in dataclasses.fields(kind)]
         left = tuple(one for one in own if not any(f"{key}.".startswith(f"{name}.{one}.") for key in wrong))
         part = kind if len(left) == len(own) else _with_fields(kind, left)
-        return with_gaps(kind, vars(getattr(_reader(name, part).model_validate({name: values}), name)))
+        read = getattr(_reader(name, part).model_validate({name: values}), name)
+        # `__post_init__` of a user's class may add attributes that are no fields.
+        return with_gaps(kind, {one: getattr(read, one) for one in left})
     except (UserError, ValidationError):
         return with_gaps(kind, {})
 

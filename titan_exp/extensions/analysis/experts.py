@@ -61,7 +61,7 @@ class TokenClassifier:
         self._texts: dict[int, str] = {}
         # All patterns as alternatives, one group each; without code, the group of keywords matches nothing.
         patterns = [{**PATTERNS, "keywords": "(?!)"}, PATTERNS]
-        self._patterns = [re.compile("|".join(f"({one})" for one in each.values())) for each in patterns]
+        self._text, self._code = (re.compile("|".join(f"({one})" for one in each.values())) for each in patterns)
 
     def text(self, token: int) -> str:
         """Text of one token; empty for the end of text."""
@@ -74,7 +74,8 @@ class TokenClassifier:
         texts = [self.text(token) for token in tokens]
         row = "".join(texts)
         classes = np.zeros(len(row), dtype=np.int64)
-        for match in self._patterns[_CODE.search(row) is not None].finditer(row):
+        pattern = self._code if _CODE.search(row) else self._text
+        for match in pattern.finditer(row):
             assert match.lastindex is not None, "every pattern is a group"
             classes[match.start() : match.end()] = match.lastindex - 1
         lengths = np.array([len(text) for text in texts])

@@ -12,7 +12,7 @@ SMALL_MODEL = 50_000_000
 
 
 def numerics(argv: Sequence[str]) -> int:
-    """Report the rounding error of a numeric recipe per layer. Returns the exit code."""
+    """Report the rounding error of a numeric recipe per layer."""
     if set(argv) & set(HELP):
         print(NUMERICS)
         return 0
@@ -23,7 +23,7 @@ def numerics(argv: Sequence[str]) -> int:
 
 
 def coordinates(argv: Sequence[str]) -> int:
-    """Draw the coordinate check of a parametrization. Returns the exit code."""
+    """Draw the coordinate check of a parametrization."""
     if set(argv) & set(HELP):
         print(COORDINATES)
         return 0

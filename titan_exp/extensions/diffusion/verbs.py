@@ -21,7 +21,7 @@ titan-exp encode images=KIND out=STORE [paths=...] [size=...]
 
 
 def encode(argv: Sequence[str]) -> int:
-    """Encode captioned images into a latent store, for training a diffusion model. Returns the exit code."""
+    """Encode captioned images into a latent store, for training a diffusion model."""
     if set(argv) & set(HELP):
         print(options_help(USAGE, EncodeOptions), end="")
         return 0

@@ -37,8 +37,10 @@ def read_all(paths: Iterable[str], most: int | None = None) -> list[Task]:
             fetch = [f"{url} target={folder}" for folder, url in ARCHIVES.items() if Path(folder) in Path(path).parents]
             if Path(path).is_relative_to(DATASETS) and len(parts := Path(path).relative_to(DATASETS).parts) > 2:
                 fetch = [f"{parts[0]}/{parts[1]} files=dataset"]
-            fetch = [f"To fetch it, type titan-exp download {words}" for words in fetch]
-            raise UserError(f"There is no {path}. {[*fetch, 'Give a file or folder that exists.'][0]}")
+            remedy = (
+                f"To fetch it, type titan-exp download {fetch[0]}" if fetch else "Give a file or folder that exists."
+            )
+            raise UserError(f"There is no {path}. {remedy}")
         for task in read_tasks(path):
             if (other := found.get(task.name)) is not None:
                 raise UserError(f"{path} and {other.file} both hold a task {task.name}. Leave one of them out.")

@@ -187,7 +187,7 @@ class LocalRanks:
                 self._failures[rank] = attempt_end.failure_from_error(record)
         elif alive or self._killed:
             self._last_seen[rank] = now
-        elif rank in self._processes or over:
+        elif rank in self._processes or over or (record is not None and not _runs(record.pid)):
             # The rank exited, or the controller exited before starting it.
             seen, log = self._last_seen.get(rank, now), self.log(rank)
             oom = count_oom_kills() > self._oom_kills
@@ -211,6 +211,14 @@ class LocalRanks:
             return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+
+
+def _runs(pid: int) -> bool:
+    """True unless the process is gone; a rank that is killed at once may never have been seen among the children."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _is_past(since: float | None, seconds: float) -> bool:

@@ -212,7 +212,7 @@ class HostAgent:
                 if not self._processes and all(names):
                     for rank in self.ranks:
                         self._processes[rank] = self._start(rank, self.row.hosts or names)
-                rows, result = self.folder.read_attempts()[-1:], self._failure()
+                result, rows = self._failure(), self.folder.read_attempts()[-1:]
                 over = any(row.attempt != self.row.attempt or row.exit not in (None, DONE, STOPPED) for row in rows)
                 if result is None and not over:
                     result = self._overdue()

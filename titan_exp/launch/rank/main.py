@@ -168,7 +168,7 @@ class _Rank:
             with contextlib.suppress(OSError):  # on a full disk, the launcher or the next start closes the attempt
                 result = AttemptResult(ENDED_STATES.get(code, "failed"), code, reason)
                 close_attempt(self.folder, self.attempt, result, overrule=False)
-        if orphaned:
+        if self.parent_watchdog is not None and self.parent_watchdog.orphaned:  # also if it has exited meanwhile
             self._remove_rendezvous_folder()
 
     def _remove_rendezvous_folder(self) -> None:

@@ -199,7 +199,8 @@ class SlurmExecutor(RemoteExecutor):
         token = None if row is None or row.end is not None else row.token
         if token is None:
             return found
-        waits = is_being_submitted(plan.runs, token)
+        asks = found is None or (status is not None and bool(status.jobs))
+        waits = asks and is_being_submitted(plan.runs, token)
         if found is None and waits:
             why = "an earlier submission of this run still waits for SLURM, so try again soon"
             return Submission.refused(plan, why)

@@ -22,8 +22,8 @@ ANY_TYPE = "*"  # `model_type` of the family that reads every type that no other
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's class in `transformers`. `both_ways` makes, from a table of keys, the fields that write and read its
-    file."""
+    """A family's class in `transformers`. `hf_keys.huggingface_class` makes, from a table of keys, the fields that
+    write and read its file."""
 
     model_type: str  # name in `config.json`
     architectures: tuple[str, ...]  # classes in `transformers`

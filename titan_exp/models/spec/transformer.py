@@ -169,14 +169,19 @@ def _layer(
     variant: AttentionVariant,
 ) -> LayerSpec:
     dim, width = config.dim, config.head_dim
-    shared = ("window", "chunk", "rope", "rotated_norm_eps", "temperature", "rotary_dim", "gated")
     attention = AttentionSpec(
         config.heads,
         config.kv_heads,
         qk_dim=width,
         v_dim=width,
         sinks=variant.sinks_std is not None,
-        **{name: getattr(variant, name) for name in shared},
+        window=variant.window,
+        chunk=variant.chunk,
+        rope=variant.rope,
+        rotated_norm_eps=variant.rotated_norm_eps,
+        temperature=variant.temperature,
+        rotary_dim=variant.rotary_dim,
+        gated=variant.gated,
     )
     heads = f"{config.heads} query heads with {config.kv_heads} key and value heads"
     of_query = 2 * width if variant.gated else width

@@ -294,6 +294,11 @@ class PredictedMetrics:
     tokens_per_second: float | None = None  # throughput of the whole job
 
 
+def _predicted(found: dict[str, Any]) -> PredictedMetrics:
+    known = {key: found[key] for key in ("memory", "tokens_per_second") if key in found}
+    return of_kind(PredictedMetrics, known)
+
+
 class Run(os.PathLike[str]):
     """A run as its folder describes it; anybody may have written it, and it may be in any state. Each member reads its
     file once, up to the size limit of its kind, and keeps the result. To see a change, make another `Run`. A member
@@ -419,7 +424,7 @@ class Run(os.PathLike[str]):
     def predicted(self) -> PredictedMetrics:
         """Predictions made before the start; their values are None if plan.json is missing or damaged."""
         with suppress(UserError):
-            return read_json(self.folder.plan, PredictedMetrics) or PredictedMetrics()
+            return read_json(self.folder.plan, made=_predicted) or PredictedMetrics()
         return PredictedMetrics()
 
     @cached_property

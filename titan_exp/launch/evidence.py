@@ -430,28 +430,27 @@ class Standing:
         spent = f"{format_items(self.runs, 'run')}, {format_count(self.tokens)} tokens{hours}"
         return f"{spent}, {share:.0%} of what all {format_items(most, 'pair')} take"
 
-
-def question_of(study: str, standing: Standing) -> Question:
-    """Row of a standing, for the study in the folder of that name."""
-    one, verdict = standing.registration, standing.verdict
-    return Question(
-        id=one.id,
-        study=study,
-        candidate=one.candidate,
-        baseline=one.baseline,
-        arms=one.arms,
-        metric=one.metric,
-        scale=one.scale,
-        rule=one.rule,
-        pairs=verdict.pairs,
-        outcome=standing.outcome,
-        why="dropped" if standing.dropped else verdict.why,
-        e_better=min(verdict.e_better, LARGEST_E),
-        p_better=verdict.p_better,
-        changed=one.changed,
-        dropped=standing.dropped,
-        time=round(time.time(), 3),
-    )
+    def question(self, study: str) -> Question:
+        """Row of the ledger, for the study in the folder of that name."""
+        one, verdict = self.registration, self.verdict
+        return Question(
+            id=one.id,
+            study=study,
+            candidate=one.candidate,
+            baseline=one.baseline,
+            arms=one.arms,
+            metric=one.metric,
+            scale=one.scale,
+            rule=one.rule,
+            pairs=verdict.pairs,
+            outcome=self.outcome,
+            why="dropped" if self.dropped else verdict.why,
+            e_better=min(verdict.e_better, LARGEST_E),
+            p_better=verdict.p_better,
+            changed=one.changed,
+            dropped=self.dropped,
+            time=round(time.time(), 3),
+        )
 
 
 def standing_of(registration: Registration, runs: Mapping[tuple[str, int], PairedRun], dropped: str = "") -> Standing:

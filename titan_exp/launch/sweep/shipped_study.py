@@ -131,7 +131,7 @@ class StudySweep:
             return
         runs = self.folder.path.parent
         try:
-            enter(runs, question_of(self.folder.path.name, standing))
+            enter(runs, standing.question(self.folder.path.name))
         except (OSError, UserError) as error:
             why = error if isinstance(error, UserError) else error.strerror or error
             until = f"titan-exp sweep {self.arguments} can enter it"

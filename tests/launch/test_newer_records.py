@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from titan_exp.compare.runs import study_record
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_env import RankError, RankRecord, read_record, write_record
 from titan_exp.launch.run_lookup import StudyFolder, StudyRecord, StudyRun
@@ -77,3 +78,15 @@ def test_a_damaged_name_is_no_newer_field(name: str, tmp_path: Path) -> None:
                 found = str(error)
             # Some are read as if they were not there; an attempt keeps the fields that can be read.
             assert found is None or "damaged" in str(found), field
+
+
+def test_compare_reads_a_study_of_an_earlier_release(tmp_path: Path) -> None:
+    """It lacks fields of later releases, and has others that compare does not read."""
+    StudyFolder(tmp_path).write(StudyRecord("x", "?", "", (), None, {}, (RUN,), {}), "")
+    content = json.loads((tmp_path / "study.json").read_text())
+    content = {name: value for name, value in content.items() if name in ("name", "time", "typed", "points")}
+    content["points"] = [{k: v for k, v in point.items() if k not in ("rung", "round")} for point in content["points"]]
+    found = study_record(content)
+    assert (found.name, found.points[0].run_id, found.points[0].variant) == ("x", RUN.run_id, RUN.variant)
+    with pytest.raises(ValueError, match="is not"):
+        study_record({**content, "rounds": {"rungs": 5}})

@@ -81,7 +81,7 @@ class StudyRecord:
         return bool(self.rounds or self.parameters)
 
 
-def _study_record(values: dict[str, Any]) -> StudyRecord:
+def study_record(values: dict[str, Any]) -> StudyRecord:
     """Fields that we read: every release writes further ones, and earlier ones lack some."""
     lists = {key: values[key] for key in ("points", "others", "removed") if isinstance(values.get(key), list)}
     points = {key: [_known_fields(StudyPoint, point) for point in found] for key, found in lists.items()}
@@ -280,7 +280,7 @@ def select(names: Sequence[str], runs: Path) -> Selection:
     found = [folder for name in names for folder in _folders(name, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
-    study = run_folder.read_json(parents[0] / "study.json", made=_study_record) if len(parents) == 1 else None
+    study = run_folder.read_json(parents[0] / "study.json", made=study_record) if len(parents) == 1 else None
     if study is not None:
         study = replace(study, name=study.name or parents[0].name)
     notes: list[str] = []

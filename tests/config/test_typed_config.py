@@ -13,7 +13,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.schema import annotation_of, is_list, is_number, value_keys
-from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment, to_yaml
+from titan_exp.config.schema.typed_config import load_experiment, readable_part, to_dict, to_experiment, to_yaml
 from titan_exp.rules import violations
 
 
@@ -88,6 +88,13 @@ def test_all_errors_come_at_once_in_the_order_of_the_configuration():
     )
     fields = [violation.field for violation in refused(*wrong)]
     assert fields == ["training.seq_len", "optimizer.lr", "data.split", "checkpoint.mode", "foo", "model.depth"]
+
+
+def test_attributes_that_a_class_derives_are_no_fields():
+    words = ["model=llama_debug", "model.architecture=tests.models.own_derived", "training.steps=many"]
+    found, run = readable_part(compose(words))
+    assert [violation.field for violation in found] == ["training.steps"]
+    assert run.model.half * 2 == run.model.dim  # type: ignore[attr-defined]  # of its class
 
 
 def test_remedies_name_what_would_work():

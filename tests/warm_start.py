@@ -68,7 +68,9 @@ READ_LATER = {
     "PYTHONPATH",
     "PYTHONSAFEPATH",
     "PYTHONUNBUFFERED",
+    "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_FR_BUFFER_SIZE",
     "TRITON_CACHE_DIR",
 }
 """Those of them that a process takes over after it was forked, or reads there."""

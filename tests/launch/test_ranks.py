@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +11,18 @@ import pytest
 
 from tests.config.composing import experiment, give_gpus
 from tests.launch.launching import Launch, launch, ranks_of, seen
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch import attempt_end
-from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, RankError, RankRecord, rank_environment, read_record
-from titan_exp.tracking.run_folder.run_folder import WORLD, World
+from titan_exp.launch.local.ranks import LocalRanks
+from titan_exp.launch.rank.rank_env import (
+    VISIBLE_GPUS,
+    RankError,
+    RankRecord,
+    rank_environment,
+    read_record,
+    write_record,
+)
+from titan_exp.tracking.run_folder.run_folder import WORLD, RunFolder, World
 
 KERNEL_COUNTER = pytest.mark.xdist_group("kills of the machine")
 """One after the other: the kernel counts out-of-memory kills of the whole machine."""
@@ -149,6 +160,19 @@ def test_killed_rank_is_reported(tmp_path: Path) -> None:
     state = run.folder.read_state()
     assert state is not None
     assert state.state == "failed"
+
+
+def test_a_rank_that_nobody_saw_alive_has_ended(tmp_path: Path) -> None:
+    """Killed between two looks at the controller's children, it left its record alone."""
+    layout, folder = ResolvedLayout.of(experiment("parallelism.dp_shard=2")), RunFolder(tmp_path)
+    ranks = LocalRanks(layout, folder, 1)
+    gone = subprocess.Popen(["true"])
+    write_record(folder, 1, RankRecord(0, os.getpid(), "here", time.time()))
+    write_record(folder, 1, RankRecord(1, gone.pid, "here", time.time()))
+    gone.wait()
+    ranks._update(0, over=False)
+    ranks._update(1, over=False)
+    assert [failure.rank for failure in ranks._failures.values()] == [1]
 
 
 @pytest.fixture

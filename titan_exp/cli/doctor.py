@@ -65,6 +65,7 @@ def _layout(argv: Sequence[str]) -> int:
     lines += [f"differs: {verdict.difference}"] if verdict.difference else []
     if options.json:
         answer(asdict(verdict))
-    for line in () if options.json else lines:
-        console.print(line, markup=False, soft_wrap=True)
+    else:
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
     return 3 if verdict.difference else 0

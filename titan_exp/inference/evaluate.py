@@ -163,9 +163,14 @@ def evaluate_source(
     """Compute the loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh
     must call it; each reads its shard of the weights."""
     source = dataclasses.replace(source, model=experiment.model)
-    shard = {"dp_rank": mesh.dp_rank, "dp_degree": mesh.dp_degree}
-    shard["micro_batch_size"] = ResolvedLayout.of(experiment).micro_batch_size
-    loader = ValidationLoader(experiment.data, experiment.training.seq_len, **shard, all_documents=all_documents)
+    loader = ValidationLoader(
+        experiment.data,
+        experiment.training.seq_len,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dp_degree,
+        micro_batch_size=ResolvedLayout.of(experiment).micro_batch_size,
+        all_documents=all_documents,
+    )
     model, spec = load_model(source, experiment, mesh), model_spec(source.model)
     if spec is not None and spec.inputs is not None:
         model.objective = build_objective(experiment.training, experiment.compile, None, spec=spec)

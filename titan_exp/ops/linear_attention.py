@@ -186,13 +186,10 @@ def _padded(x: Tensor, before: Tensor | None, reach: int) -> Tensor:
 def _taps(padded: Tensor, weight: Tensor, links: Bool[Tensor, "reach batch seq"] | None) -> Any:
     """Yield for each distance to an earlier token the column of its weights, the slice of padded input, and the mask
     of tokens of one document [batch, seq, 1]."""
-    for column in reversed(range(reach := weight.shape[1])):
-        tap = reach - 1 - column
-        yield (
-            column,
-            slice(column, padded.shape[1] - tap),
-            None if links is None or not tap else links[tap - 1][..., None],
-        )
+    reach = weight.shape[1] - 1
+    for tap in range(reach + 1):
+        linked = None if links is None or tap == 0 else links[tap - 1][..., None]
+        yield reach - tap, slice(reach - tap, padded.shape[1] - tap), linked
 
 
 def _convolve(padded: Tensor, weight: Tensor, links: Tensor | None) -> Tensor:

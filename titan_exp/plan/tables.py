@@ -431,11 +431,14 @@ def _left_out(result: SearchResult) -> list[str]:
     broken, rooms = sum(count for count, _ in result.left_out), sorted({f"{row.room / GIB:.1f}" for row in result.rows})
     room = " to ".join(dict.fromkeys((rooms[0], rooms[-1])))
     slower = "their compute alone takes as long as the first row's step"
-    slower = "the search was stopped. Some may be faster" if result.stopped else slower
-    full = any(row.retries for row in result.rows)
+    if result.stopped:
+        slower = "the search was stopped. Some may be faster"
     roomy = next((place for place, row in enumerate(result.rows, 1) if not row.retries), None)
     other = "No row has room" if roomy is None else f"Row {roomy} is the fastest with room"
     more = f" {other}." if result.rows[0].retries else ""
+    pressure = []
+    if any(row.retries for row in result.rows):
+        pressure = [f"~ the allocator is under pressure and waits for the GPU, which the speeds do not count.{more}"]
     counts = (
         (result.floor, "not planned, because an estimate says that they do not fit."),
         (result.too_large, f"of {result.planned:,} planned ones do not fit."),
@@ -444,7 +447,7 @@ def _left_out(result: SearchResult) -> list[str]:
     return [
         "* on the Pareto front: no faster layout needs less memory. Times are estimates. GiB is what torch's allocator "
         f"reserves, and {room} GiB of the device are left for it beside CUDA's context and NCCL's buffers.",
-        *([f"~ the allocator is under pressure and waits for the GPU, which the speeds do not count.{more}"] * full),
+        *pressure,
         f"{broken:,} of {result.tried:,} tried layouts break a rule" + (":" if broken else "."),
         *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in result.left_out[:4]),
         *(

@@ -30,7 +30,9 @@ def ranks_have_gpus(
         room = offered // (world // degree)
         reason = f"the layout needs {world} processes, and this machine offers {offered} GPU{'s' * (offered > 1)}"
         fits, more = [size for size in divisors(offered) if size <= room], "lower the other degrees as well"
-        yield from check_number(f"parallelism.{field}", degree, fits.__contains__, reason, largest=room, otherwise=more)
+        yield from check_number(
+            f"parallelism.{field}", degree, lambda one: one in fits, reason, largest=room, otherwise=more
+        )
 
 
 def model_is_divided_so(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:

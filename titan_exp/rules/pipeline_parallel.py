@@ -179,7 +179,7 @@ def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Ite
         more = ", or set parallelism.pp_layers, which may be 0 for the first and the last stage"
         more += "" if per_rank == 1 else ", or use parallelism.pp_schedule=1F1B, with one stage on each rank"
         pp, largest = parallelism.pp, layers // per_rank
-        yield from check_number("parallelism.pp", pp, largest.__ge__, reason, largest=largest, more=more)
+        yield from check_number("parallelism.pp", pp, lambda one: one <= largest, reason, largest=largest, more=more)
 
 
 def fits(parallelism: ParallelismConfig, total: int) -> bool:

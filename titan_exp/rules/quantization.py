@@ -71,7 +71,7 @@ def dims_divide(
                 continue
             part = f", which is {size // shards} on each rank of {key}={degree}" if shards > 1 else ""
             remedy = f"use quantization.filter=['*.{linear.name}'] to leave it in high precision"
-            remedy += f", or choose another shape{f' or {key}' * (shards > 1)}"
+            remedy += ", or choose another shape" + (f" or {key}" if shards > 1 else "")
             if block > BLOCK[recipe]:
                 remedy += f", or use quantization.emulate=true, for which multiples of {BLOCK[recipe]} will do"
             reason = f"it needs dims that are multiples of {block}, and {linear.name} has {size} {dim}{part}"

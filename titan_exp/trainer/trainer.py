@@ -118,8 +118,10 @@ class Trainer:
         batches, tokens = self.commit.divide(step, batches, flags)
         try:
             with times.computing():
-                how: dict[str, Any] = {"step": step, "tokens": tokens, "lr": self.schedule(step)}
-                result = train_step(self.state, self.parts, batches, **how, commit=self.commit)
+                lr = self.schedule(step)
+                result = train_step(
+                    self.state, self.parts, batches, step=step, tokens=tokens, lr=lr, commit=self.commit
+                )
         except StepRefused:
             self.optimizer.zero_grad()
             self.parts.refused(step)
@@ -160,10 +162,12 @@ class Trainer:
             self.commit.collect()
         if not self.commit.leads:
             return
-        also: dict[str, Any] = {"weights_only": self._saves_weights_only, "other_worlds": self.commit.states}
+        worlds, only = self.commit.states, self._saves_weights_only
         with self.report.pause("checkpoint"):
             data, progress = self.loader.state_dict(), self.progress()
-            self.checkpointer.save(self.step, self.model.parts, self.optimizer, data, progress, **also)
+            self.checkpointer.save(
+                self.step, self.model.parts, self.optimizer, data, progress, weights_only=only, other_worlds=worlds
+            )
 
     def progress(self) -> dict[str, Any]:
         """State other than tensors and data, for checkpoints and for worlds that take it over."""

@@ -74,9 +74,21 @@ def _table(rows: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-_VERBS = ("compare", "generate", "convert", "download", "tokenize", "evaluate", "diff", "show", "logs", "plan")
-_VERBS += ("status", "cancel", "retry")
-OPTIONS: dict[str, type] = {verb: getattr(options_of, f"{verb.capitalize()}Options") for verb in _VERBS}
+OPTIONS: dict[str, type] = {
+    "compare": options_of.CompareOptions,
+    "generate": options_of.GenerateOptions,
+    "convert": options_of.ConvertOptions,
+    "download": options_of.DownloadOptions,
+    "tokenize": options_of.TokenizeOptions,
+    "evaluate": options_of.EvaluateOptions,
+    "diff": options_of.DiffOptions,
+    "show": options_of.ShowOptions,
+    "logs": options_of.LogsOptions,
+    "plan": options_of.PlanOptions,
+    "status": options_of.StatusOptions,
+    "cancel": options_of.CancelOptions,
+    "retry": options_of.RetryOptions,
+}
 """Option dataclasses of verbs that take only some config groups or none."""
 
 

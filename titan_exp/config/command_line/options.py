@@ -50,8 +50,9 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
             found.append(Violation(key, value, reason, did_you_mean(key, names) or known))
         if bare := " ".join(word for word in rest if "=" not in word):
             spelling = f"write an option as name=value, in quotes if it contains spaces: {known}"
-            remedy = f"to continue this text, write prompt='{bare}'" if "prompt" in names else spelling
-            remedy = remedy if "prompt" in names else did_you_mean(bare, names) or remedy
+            remedy = did_you_mean(bare, names) or spelling
+            if "prompt" in names:
+                remedy = f"to continue this text, write prompt='{bare}'"
             found.append(Violation(bare, "", "no option has this name", remedy))
         raise _refused(found)
     return options

@@ -121,8 +121,10 @@ def error_document(error: BaseException) -> dict[str, Any]:
     violations, message = [], ""
     if isinstance(error, UserError):
         message = error.message
-        found = [(one.field, one.value, one.reason, one.remedy) for one in error.violations]
-        violations = [dict(zip(("key", "value", "reason", "remedy"), one, strict=True)) for one in found]
+        violations = [
+            {"key": one.field, "value": one.value, "reason": one.reason, "remedy": one.remedy}
+            for one in error.violations
+        ]
     elif isinstance(error, OSError | RuntimeError):
         message = explain_os_error(error) or ""
     return {"error": {"message": message or f"{type(error).__name__}: {error}".rstrip(": "), "violations": violations}}

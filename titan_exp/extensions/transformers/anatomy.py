@@ -30,8 +30,17 @@ KERNELS = "titan_exp"  # name of the attention implementation by our kernels, fo
 
 RECORDER = "titan_exp_recorder"  # name of the attention implementation that computes nothing and records its arguments
 
-KNOWN_OPTIONS = {"sliding_window", "position_ids", "use_cache", "is_causal"}
-KNOWN_OPTIONS |= {"cache_position", "cu_seq_lens_q", "output_router_logits"}
+KNOWN_OPTIONS = frozenset(
+    {
+        "sliding_window",
+        "position_ids",
+        "use_cache",
+        "is_causal",
+        "cache_position",
+        "cu_seq_lens_q",
+        "output_router_logits",
+    }
+)
 """Arguments, besides tensors, scaling, dropout and masks, that the kernels handle or that training never passes."""
 
 

@@ -86,8 +86,8 @@ class LinearAttention(Planned):
         self.convolution = Filters(spec.channels, spec.taps, layer.linear("attention.qkv").std)
         self.beta = linear(layer, "attention.beta")
         by_channel = spec.decay == "channel"
-        names = ("decay", "gate", "decay_a", "decay_b", "gate_a", "gate_b")
-        built = {name: linear(layer, f"attention.{name}") for name in names if ("_" in name) == by_channel}
+        names = ("decay_a", "decay_b", "gate_a", "gate_b") if by_channel else ("decay", "gate")
+        built = {name: linear(layer, f"attention.{name}") for name in names}
         self.decay, self.gate = built.get("decay"), built.get("gate")
         self.decay_a, self.decay_b = built.get("decay_a"), built.get("decay_b")
         self.gate_a, self.gate_b = built.get("gate_a"), built.get("gate_b")

@@ -231,8 +231,9 @@ def _explain_mismatch(
     }
     lines = [f"checkpoint.initial: the weights in {path} do not fit the model."]
     for what, found in differences.items():
-        more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
-        lines += [f"  {what}: {', '.join(found[:MAX_LISTED])}{more}"] if found else []
+        if found:
+            more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+            lines.append(f"  {what}: {', '.join(found[:MAX_LISTED])}{more}")
     names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
     if names:
         groups = sorted({weight_pattern(name) for name in names})

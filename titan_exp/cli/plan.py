@@ -332,12 +332,13 @@ def _explain_no_fit(result: "SearchResult", space: "SearchSpace", device: "Devic
 def _progress() -> Iterator[Callable[[str], None]]:
     """Yield the function that updates the progress line on a terminal; elsewhere, it prints each best layout so far."""
     if not sys.stderr.isatty():
-        shown = [""]
+        shown = ""
 
         def show(line: str) -> None:
+            nonlocal shown
             layout = line.partition("; ")[2]
-            if layout not in ("", shown[-1]):
-                shown.append(layout)
+            if layout not in ("", shown):
+                shown = layout
                 print(layout, file=sys.stderr, flush=True)
 
         yield show

@@ -363,7 +363,7 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
         if requested == row.label or any(run.run_id in (requested, *named) for run in row.runs)
     ]
     pairs = [word.partition("=") for word in words_of(requested) if "=" in word]
-    found = exact
+    found = list(exact)
     for index, row in enumerate(rows if pairs and not exact else ()):
         # Columns go by short or full name, other keys by full name.
         values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}

@@ -434,4 +434,4 @@ def _about_environment(comparison: Comparison) -> Iterator[str]:
 
 
 def _row_of(comparison: Comparison, run_id: str) -> str:
-    return next(row.name_of(run) for row in comparison.rows for run in row.runs if run.run_id == run_id)
+    return next((row.name_of(run) for row in comparison.rows for run in row.runs if run.run_id == run_id), run_id)

@@ -336,10 +336,10 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
     found = [there[run_id] for run_id in run_ids]
     if study.rungs and found:
         furthest: dict[tuple[str, int | None], Path] = {}
-        for point in map(study.by_run.__getitem__, run_ids):
-            rows = there[point.run_id] / "metrics.jsonl"
+        for run_id in run_ids:
+            point, rows = study.by_run[run_id], there[run_id] / "metrics.jsonl"
             if rows.is_file() and rows.stat().st_size > 0:
-                furthest[point.variant, point.seed] = there[point.run_id]
+                furthest[point.variant, point.seed] = there[run_id]
         points = format_items(len(furthest), "point")
         notes.append(
             f"{format_items(len(found), 'run')} of {len(study.rungs)} rungs are {points}; each is the run of its last "

@@ -156,7 +156,7 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
     (memory_check,) = with_layouts(check_memory([plan.experiment], plan.runs, echo), plan.runs, echo)
     refuses = plan.experiment.plan.gate == "refuse"
     if memory_check.user_error and refuses:
-        raise UserError(f"{memory_check.user_error}\n  Training would fail in the same way.{GATE_HINT[1:]}")
+        raise UserError(f"{memory_check.user_error}\n  Training would fail in the same way. {GATE_HINT.strip()}")
     if memory_check.layout_error and plan.experiment.plan.gate != "warn":
         raise UserError(memory_check.layout_error)
     if memory_check.fits is False and refuses:

@@ -361,7 +361,8 @@ def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:
     for entry in among if "=" in label and not found else ():
         with suppress(UserError):  # its configuration cannot be read
             values = [f"{key}={shown(value)}" for key, value in flatten(entry.run.config).items()]
-            found += [entry] if names_all(label, [*(entry.run.overrides or ()), *values]) else []
+            if names_all(label, [*(entry.run.overrides or ()), *values]):
+                found.append(entry)
     return found
 
 

@@ -97,8 +97,8 @@ def _fields(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
         elif field.name in getattr(group, "in_run_id", ()):
             yield key, value, dataclasses.MISSING
         elif group_in_mapping(hints(type(group)).get(field.name)) is not None:
-            changed = {name: [field for field in _fields(part) if field[1] != field[2]] for name, part in value.items()}
-            yield key, {name: {key: value for key, value, _ in part} for name, part in changed.items()}, {}
+            fields = {name: list(_fields(part)) for name, part in value.items()}
+            yield key, {name: {k: v for k, v, default in each if v != default} for name, each in fields.items()}, {}
         else:
             yield key, value, field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 

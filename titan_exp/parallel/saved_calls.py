@@ -230,8 +230,10 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         if module is not block and isinstance(module, FSDPModule):
             module.unshard()
     example = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    mode = example.fake_mode if isinstance(example, FakeTensor) else mode
+    if isinstance(example, FakeTensor):
+        mode = example.fake_mode
+    else:
+        mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     recorder = _Recorder()
     # Dispatch modes of a caller, such as the planner's, do not see this trace.
     with _disable_current_modes(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):

@@ -155,11 +155,12 @@ class _Eta:
 
 
 def _fields(row: Row) -> list[str]:
-    speed = row.get("tokens_per_second")
+    speed, lr = row.get("tokens_per_second"), row.get("lr")
+    rate = "-" if lr is None else f"{lr:.2e}"
     fields = [
         f"loss {_number(row.get('loss'))}",
         f"grad norm {_number(row.get('grad_norm'))}",
-        f"lr {'-' if (lr := row.get('lr')) is None else f'{lr:.2e}':>8}",
+        f"lr {rate:>8}",
         f"{'-' if speed is None else format_count(speed):>6} tokens/s",
     ]
     memory, mfu = row.get("memory"), row.get("mfu")

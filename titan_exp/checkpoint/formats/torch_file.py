@@ -201,8 +201,9 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """True if two tensors are equal; compares chunks of rows until the first difference."""
-    pairs = zip(one.split(1024), other.split(1024), strict=True)
-    return one.shape == other.shape and all(torch.equal(*pair) for pair in pairs)
+    if one.shape != other.shape:
+        return False
+    return all(torch.equal(*pair) for pair in zip(one.split(1024), other.split(1024), strict=True))
 
 
 CHUNK_BYTES = 2**28

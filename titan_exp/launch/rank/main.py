@@ -225,12 +225,13 @@ class _Rank:
         while not (found := numbers.intersection(pipe.recv(1))):
             pass
         number = found.pop()
-        if not self._has_own_job:
-            self._request_stop(number, None)
-        self._record(signal=signal.Signals(number).name)
         if self._has_own_job:
             # Its peers are gone, or its job must end. The other worlds train on, and there is nothing to save.
+            self._record(signal=signal.Signals(number).name)
             _kill_self(128 + number)
+        else:
+            self._request_stop(number, None)
+            self._record(signal=signal.Signals(number).name)
 
     def _leave_if_new(self) -> None:
         """Exit as a rank of one of several worlds that has finished no step: it has nothing to save, and would wait for

@@ -234,7 +234,8 @@ def _submit_group(slurm: SlurmExecutor, batch: Batch) -> Iterable[Submission]:
 def _submit_missing(batch: Batch, numbers: Sequence[int]) -> Submission:
     """Submit jobs of missing worlds; their attempt is already recorded, and their comments have its token."""
     batch.prepare()
-    (plan,), groups = batch.plans, ", ".join(map(str, numbers))
+    (plan,) = batch.plans
+    groups = ", ".join(map(str, numbers))
     try:
         (job,) = batch.submit()
     except SbatchError as error:

@@ -438,8 +438,8 @@ def load_statistics(counts: Sequence[int]) -> LoadStatistics:
     shares = [count / total for count in counts if count]
     # Six digits suffice: a row has three such numbers for each of up to a hundred layers.
     entropy = abs(math.fsum(share * math.log(share) for share in shares)) / math.log(len(counts))
-    load_max, entropy = (float(f"{value:.6g}") for value in (max(counts) * len(counts) / total, entropy))
-    return LoadStatistics(load_max, len(counts) - len(shares), entropy)
+    load_max = float(f"{max(counts) * len(counts) / total:.6g}")
+    return LoadStatistics(load_max, len(counts) - len(shares), float(f"{entropy:.6g}"))
 
 
 class ExpertLoadLog:

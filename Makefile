@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-for-tests
 DOCS := $(VENV)/.installed-for-docs
+COMPILED := $(VENV)/.compiled
+PIP := $(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 # Overrides that are typed as variables of make, in quotes where they have spaces: make train model=qwen3_moe_laptop
 # Words with quotes of their own, parentheses, semicolons or dollars go into ARGS, as do options.
@@ -26,10 +29,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgro
 
 ## Format, lint, types and every test. SLURM is installed beside the packages, types are checked beside the first tests.
 test:
-	$(MAKE) --jobs=2 slurm lint compiled
+	$(MAKE) --jobs=2 slurm lint
 	$(MAKE) --jobs=2 types every
 
-every:
+every: compiled
 	$(PYTEST) -m "slow or not slow"
 
 ## The tests without the minutes-long ones.
@@ -91,9 +94,13 @@ GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels:
 	$(PYTHON) -m benchmarks gpu-wheels --python $(GPU_PYTHON_VERSION)
 
-# Processes that tests start read compiled modules, also where PYTHONDONTWRITEBYTECODE keeps them from writing any.
-compiled: $(TESTS)
-	$(BIN)/python -m compileall -q titan_exp hydra_plugins tests
+# Workers and the processes that they start find every module compiled: a collection imports all that tests import.
+compiled: $(COMPILED)
+	$(BIN)/python -m compileall -q titan_exp hydra_plugins
+
+$(COMPILED): $(TESTS)
+	$(BIN)/python -m pytest -q --collect-only -p no:cacheprovider >/dev/null
+	touch $@
 
 check: lint types
 
@@ -118,19 +125,25 @@ docs: $(DOCS)
 	$(BIN)/python -m sphinx --fresh-env --write-all -W --keep-going -n -q -c docs . build/docs
 	@echo build/docs/index.html
 
-$(STAMP): pyproject.toml .ci/constraints.txt
+define environment
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "titan_exp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable .
+endef
+
+$(STAMP): pyproject.toml .ci/constraints.txt
+	$(environment)
+	$(PIP) torch
+	$(PIP) --editable .
 	touch $(STAMP)
 
-$(TESTS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
-	touch $(TESTS)
+# One call of pip, which compiles no module: those that tests import are compiled when they are first imported.
+$(TESTS): pyproject.toml .ci/constraints.txt
+	$(environment)
+	$(PIP) --no-compile --editable '.[test]'
+	touch $(STAMP) $(TESTS)
 
 $(DOCS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[docs]'
+	$(PIP) --editable '.[docs]'
 	touch $(DOCS)
 
 clean:

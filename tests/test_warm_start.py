@@ -3,6 +3,7 @@
 `python -m tests.test_warm_start` says what it finds in itself.
 """
 
+import atexit
 import json
 import os
 import resource
@@ -112,18 +113,35 @@ def test_it_is_what_an_exec_makes(case: str, tmp_path: Path, executed: Any):
     assert warm["descriptors"] == cold["descriptors"]
 
 
-@pytest.mark.parametrize("code", ["exit 3", "fail", "interrupt", "kill"])
-def test_it_ends_as_any(code: str, executed: Any):
-    process = subprocess.Popen([*SELF, code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+ENDS = {
+    "exit 3": (3, "", ""),
+    "words": (1, "", "it says why"),
+    "fail": (1, "", "ValueError: it fails"),
+    "interrupt": (-signal.SIGINT, "", "KeyboardInterrupt"),
+    "kill": (-signal.SIGKILL, "", ""),
+    "threads": (0, "of a thread\nat the end\n", ""),
+    "nobody reads": (120, None, "BrokenPipeError: [Errno 32] Broken pipe"),
+}
+"""Return code, output after the first line and last words of errors, by what a process does."""
+
+
+@pytest.mark.parametrize("code", ENDS)
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_it_ends_as_any(code: str, cold: bool, monkeypatch: pytest.MonkeyPatch):
+    if cold:
+        monkeypatch.setattr(subprocess, "_fork_exec", warm_start.execute)
+    variables = {**os.environ, "PYTHONUNBUFFERED": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*SELF, code], env=variables, text=True, **pipes)
+    assert process.stdout is not None
     if code in ("interrupt", "kill"):
-        assert process.stdout is not None
         assert process.stdout.readline() == "waits\n"
         process.send_signal(signal.SIGINT if code == "interrupt" else signal.SIGKILL)
-    _, wrong = process.communicate(timeout=60)
-    assert process.returncode == {"exit 3": 3, "fail": 1, "interrupt": -signal.SIGINT, "kill": -signal.SIGKILL}[code]
-    assert wrong.rstrip().rpartition("\n")[2] == {"fail": "ValueError: it fails", "interrupt": "KeyboardInterrupt"}.get(
-        code, ""
-    )
+    if code == "nobody reads":
+        process.stdout.close()
+        process.stdout = None
+    said, wrong = process.communicate(timeout=60)
+    assert (process.returncode, said, wrong.rstrip().rpartition("\n")[2]) == ENDS[code]
 
 
 def test_what_it_starts_is_its_child_and_ends_with_nothing_left():
@@ -166,6 +184,16 @@ def main(what: str) -> None:
         sys.exit(3)
     if what == "fail":
         raise ValueError("it fails")
+    if what == "words":
+        sys.exit("it says why")
+    if what == "nobody reads":
+        time.sleep(0.3)  # until nobody can
+        print("text")
+        return
+    if what == "threads":
+        atexit.register(print, "at the end")
+        threading.Timer(0.3, print, ["of a thread"]).start()
+        return
     if what == "start":
         print(subprocess.Popen([*SELF, "wait"], stdout=subprocess.DEVNULL).pid, flush=True)
     if what in ("start", "wait", "interrupt", "kill"):

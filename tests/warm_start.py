@@ -3,7 +3,8 @@
 A command of the harness, a controller or a rank spends three to six seconds of processor time on imports, and a suite
 starts thousands. A template process imports once, and a command that a test, or a process of a test, starts is forked
 from it. It is a child of the one that started it, with its own pid, session, descriptors, signals, limits, folder and
-environment, and /proc shows its command and environment. It ends as every interpreter does, and can be killed as any.
+environment, and /proc shows its command and environment. It ends as every interpreter does, but for the destruction of
+all objects at the very end, and can be killed as any.
 
 What a fork cannot imitate is executed as ever: other programs, other options and variables of the interpreter or of
 native libraries, another copy of the package, another user, another system than Linux. With TITAN_EXP_TESTS_COLD=1
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,7 +221,7 @@ def _first_template() -> _Template:
     environment = {**_at_first, "OMP_NUM_THREADS": "1"}  # not what the test at hand has set
     environment.pop("PYTHONPATH", None)
     code = f"import sys; sys.path[0] = {str(REPOSITORY)!r}; from tests import warm_start; "
-    code += f"warm_start.serve({theirs.fileno()}); warm_start.run()"
+    code += f"warm_start.serve({theirs.fileno()}); warm_start.run_to_the_end()"
     files = [theirs.fileno()]
     room = {"TITAN_EXP_TESTS_ROOM": " " * ROOM}
     with open(os.devnull, "r+b") as nothing:
@@ -367,6 +369,26 @@ def _start_interpreter(command: Command) -> None:
     importlib.invalidate_caches()
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].set_num_threads(int(variables.get("OMP_NUM_THREADS") or 1))
+
+
+def run_to_the_end() -> None:
+    """Run the command and end as an interpreter does, which then takes half a second to destroy every object."""
+    try:
+        run()
+        code = 0
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    vars(threading)["_shutdown"]()
+    for finalizer, about in list(vars(weakref.finalize)["_registry"].items()):
+        finalizer.atexit = finalizer.atexit and about.func.__module__ != "torch.library"  # takes down its operators
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # the interpreter reports it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code & 0xFF)
+    sys.exit(code)
 
 
 def run() -> None:

@@ -7,6 +7,7 @@ TESTS := $(VENV)/.installed-for-tests
 DOCS := $(VENV)/.installed-for-docs
 COMPILED := $(VENV)/.compiled
 PIP := $(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt
+# Else each process would compile anew what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Overrides that are typed as variables of make, in quotes where they have spaces: make train model=qwen3_moe_laptop
@@ -99,7 +100,7 @@ compiled: $(COMPILED)
 	$(BIN)/python -m compileall -q titan_exp hydra_plugins
 
 $(COMPILED): $(TESTS)
-	$(BIN)/python -m pytest -q --collect-only -p no:cacheprovider >/dev/null
+	$(BIN)/python -m pytest -qq --collect-only -p no:cacheprovider >$@.log || { cat $@.log; exit 1; }
 	touch $@
 
 check: lint types

@@ -140,13 +140,13 @@ def with_dropout(run: Experiment) -> list[Any]:
     import torch
     from torch.nn import functional
 
-    from titan_exp.doctor.layout.exact_torch import in_double, without_dropout
+    from titan_exp.doctor.layout.check import in_double
 
     in_double()
-    without_dropout()
-    from titan_exp.doctor.layout.ranks import record
+    from titan_exp.doctor.layout.ranks import record, without_dropout
     from titan_exp.doctor.layout.shrink import shrink
 
+    without_dropout()
     small = shrink(run)
     assert isinstance(small, Experiment)
     case, kept, found = cases(run, small)[0][-1], functional.dropout, list[Any]()

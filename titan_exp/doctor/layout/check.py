@@ -11,13 +11,12 @@ def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
     """Train a shrunken model of a run with a resolved layout for two steps, on one rank and in each axis and pair of
     axes that the run asks for, and compare. It stops after `seconds`, with a note. It makes fp64 of every dtype of
     torch in this process, and nothing of dropout, so that only a process of its own may call it."""
-    from titan_exp.doctor.layout.exact_torch import in_double, without_dropout
-
     in_double()
-    without_dropout()
     from titan_exp.doctor.layout.compare import compare
+    from titan_exp.doctor.layout.ranks import without_dropout
     from titan_exp.doctor.layout.shrink import shrink
 
+    without_dropout()
     began = time.monotonic()
     small = shrink(experiment)
     if isinstance(small, str):
@@ -26,3 +25,16 @@ def check_layouts(experiment: Experiment, seconds: float) -> Verdict:
     verdict = compare(asked, began + seconds)
     notes = (*verdict.notes, *(f"Not checked: {sentence}." for sentence in refused))
     return replace(verdict, notes=notes, seconds=time.monotonic() - began)
+
+
+def in_double() -> None:
+    """Let every floating dtype of torch be fp64 in this process. Call it before any other import that may read a dtype:
+    afterwards every floating dtype that Python code names is fp64, in forward, backward and recomputation, in bodies of
+    custom operators, and in your code."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    for name in ("float32", "float", "bfloat16", "float16", "half"):
+        setattr(torch, name, torch.float64)
+    for name in ("float", "bfloat16", "half"):
+        setattr(torch.Tensor, name, torch.Tensor.double)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.command_line.options import HELP
-from titan_exp.doctor.usage import usage
+from titan_exp.doctor import usage
 
 
 def run(argv: Sequence[str]) -> int:

@@ -19,8 +19,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor import microbenchmarks as bench
+from titan_exp.doctor import usage
 from titan_exp.doctor.microbenchmarks import Measurement
-from titan_exp.doctor.usage import usage
 from titan_exp.tracking.throughput import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.distributed import RunOnRanks, require_usable_cuda
 

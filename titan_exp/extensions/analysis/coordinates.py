@@ -30,8 +30,8 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
+from titan_exp.extensions.analysis import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
 from titan_exp.extensions.analysis.numerics import build_initial
-from titan_exp.extensions.analysis.usage import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
 from titan_exp.models.blocks.transformer import RMSNorm, iter_blocks
 from titan_exp.models.parametrization.standard import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth

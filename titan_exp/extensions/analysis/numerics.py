@@ -28,7 +28,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_group, to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.extensions.analysis.usage import NUMERICS
+from titan_exp.extensions.analysis import NUMERICS
 from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.parametrization.standard import ParameterScale

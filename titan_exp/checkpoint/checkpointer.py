@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
@@ -69,7 +68,7 @@ class Checkpointer:
         self._async_saver: AsyncSaver | None = None
         # Separate group: a background save must not interleave with the training step's collectives.
         self._group = new_cpu_group()
-        self._leader = dist.get_rank() == 0
+        self._leader = torch.distributed.get_rank() == 0
         self._remote = remote
         self._uploader = None if remote is None else BackgroundUploader(remote, self.folder, config, clock)
         if config.mode != "off" and prepare:

@@ -16,14 +16,12 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.futures import Future
 
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_reader import SafeStorageReader, damaged_checkpoint
@@ -37,7 +35,7 @@ PIECE_BYTES = 2**26
 when freed."""
 
 
-def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
+def read_saved(file: IO[bytes], starts: Sequence[int], target: torch.Tensor) -> None:
     """Copy a window of the file's only tensor, with `target`'s shape and beginning at `starts`; runs no code of the
     file. Raises EOFError if the file is cut off, ValueError if its tensor is smaller, and what torch.load raises if it
     is damaged."""
@@ -62,7 +60,7 @@ def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
         rows.copy_(narrow_tensor_by_index(piece, [0, *starts[1:]], rows.shape))
 
 
-def _fill(file: IO[bytes], tensor: Tensor) -> None:
+def _fill(file: IO[bytes], tensor: torch.Tensor) -> None:
     content = tensor.view(-1).view(torch.uint8).numpy().data
     while content:
         count = file.readinto(content)  # type: ignore[attr-defined]
@@ -156,7 +154,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
         super().__init__(path, single_file_per_rank=single_file_per_rank, sync_files=True)
         self.fs = self._recording = _RecordingFileSystem()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
         """Write this rank's files; rank 0 receives their checksums with torch's own results."""
         try:
             results = super().write_data(plan, planner).value()
@@ -165,7 +163,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
             if self._recording.failure is not None:
                 raise self._recording.failure from error
             raise
-        done: Future[list[Any]] = Future()
+        done: torch.futures.Future[list[Any]] = torch.futures.Future()
         done.set_result([*results, *self._recording.checksums.items()])
         return done
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -307,7 +306,7 @@ class TokenGroup(TensorParallelGroup):
 
 
 def _joined(part: Tensor, region: TokenGroup, length: int) -> Tensor:
-    padded = F.pad(part, (0, 0, 0, -(-length // region.degree) - part.shape[1]))
+    padded = nn.functional.pad(part, (0, 0, 0, -(-length // region.degree) - part.shape[1]))
     return torch.cat(all_gather(padded, region.degree, region.group).chunk(region.degree), dim=1)[:, :length]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from titan_exp.checkpoint.checkpoint_cache import local_copy
@@ -171,7 +170,7 @@ def _continue_parent(trainer: Training) -> None:
         )
     if experiment.checkpoint.continue_data == "same":
         trainer.loader.load_state_dict(restored.data)
-    if dist.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         lineage.write(folder.path)
         _log_lineage(folder)
     _log_changes(trainer, restored.progress.get("config"))

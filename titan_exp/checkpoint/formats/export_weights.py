@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from titan_exp.checkpoint.formats.mapping import ExportReader
 from titan_exp.checkpoint.formats.open_checkpoint import TORCHTUNE_FILE, OpenCheckpoint
@@ -65,7 +64,7 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
     total = sum(spec.bytes for spec in specs)
     written = 0
 
-    def counted(spec: TensorSpec, *window: slice) -> Tensor:
+    def counted(spec: TensorSpec, *window: slice) -> torch.Tensor:
         nonlocal written
         tensor = produce(spec, *window)
         written += tensor.nbytes
@@ -96,7 +95,7 @@ def _tensors(
 
     specs = [TensorSpec(name, tuple(shape), export_dtype(name)) for name, shape in shapes.items()]
 
-    def produce(spec: TensorSpec, *window: slice) -> Tensor:
+    def produce(spec: TensorSpec, *window: slice) -> torch.Tensor:
         return reader.read(spec.name, *window).to(spec.dtype)
 
     return specs, produce

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from titan_exp.checkpoint.formats import safetensors, torch_file
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
@@ -276,7 +275,7 @@ def _explain_missing(path: Path) -> str:
 
 @torch.no_grad()
 def load_hf_sharded(
-    model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = (), accepted: Sequence[str] = ()
+    model: torch.nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = (), accepted: Sequence[str] = ()
 ) -> None:
     """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication. The model's
     dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values. Raises UserError

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import (
@@ -241,11 +240,11 @@ class CausalAttention(nn.Module):
             times = query.shape[1] // key.shape[1]
             key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
         if self.backend in ONE_WIDTH and width < key.shape[-1]:
-            value = F.pad(value, (0, key.shape[-1] - width))
+            value = nn.functional.pad(value, (0, key.shape[-1] - width))
         # cuDNN refuses a single key, such as an empty prompt's.
         kernel = "math" if self.backend == "cudnn" and key.shape[2] == 1 else self.backend
         with sdpa_kernel(SDPA_BACKENDS[kernel]):
-            out = F.scaled_dot_product_attention(
+            out = nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
         # Kernels lay out rows of all heads together, and copy a gradient that is laid out otherwise.

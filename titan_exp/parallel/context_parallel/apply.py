@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.transformer import attentions_of, iter_blocks
@@ -45,7 +44,7 @@ class UlyssesAttention(nn.Module):
     """Ulysses attention: replaces `CausalAttention`, for this rank's part of the sequence. `core` attends over the
     joint sequence of `group`, whose size must divide query and key-value heads."""
 
-    def __init__(self, core: CausalAttention | ContextAttention, group: dist.ProcessGroup) -> None:
+    def __init__(self, core: CausalAttention | ContextAttention, group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
         self.core = core
         self.degree, self.rank, self.group = group.size(), group.rank(), group.group_name

@@ -1,9 +1,8 @@
 """Hugging Face's `config.json`, of transformers or diffusers, and `generation_config.json`, written from a model config
 and read back; reports on a repository."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +37,7 @@ class HuggingFace:
     unread: Callable[[Mapping[str, Any]], Iterable[str]] = lambda values: ()
     """Prefixes of tensors that the family does not read, from `config.json`."""
     multimodal_type: str = ""  # `model_type` of a multimodal model whose `text_config` is one of the family's
-    multimodal_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of its language model's tensors, each with the one that the family's own names have instead; tensors
     without such a prefix are not read."""
     offer: str = ""
@@ -80,7 +79,7 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
     try:
         with named_errors(noted, "config.json", f"a {family.model_type}'s"):
             found = family.from_config(noted, name)
-        return validated(type(found), dataclasses.asdict(found), "config.json")
+        return validated(type(found), asdict(found), "config.json")
     except UserError as error:
         if family.model_type != ANY_TYPE:
             raise
@@ -239,7 +238,7 @@ FILE = "model.json"  # file name in the folder of a checkpoint
 
 def to_json(config: ModelConfig, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values for JSON, which `from_json` reads."""
-    return {"model": dataclasses.asdict(config), "special_tokens": dict(special_tokens)}
+    return {"model": asdict(config), "special_tokens": dict(special_tokens)}
 
 
 def from_json(values: Mapping[str, Any], path: Path, trust: bool = False) -> tuple[ModelConfig, dict[str, Any]]:

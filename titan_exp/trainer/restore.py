@@ -20,7 +20,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.identity_keys import differences
 from titan_exp.config.schema.typed_config import load_group, to_dict
 from titan_exp.config.torch_features import HEAD_SIZES, MERGING, ON_CPU
-from titan_exp.data.tokenizers import ByteTokenizer, Tokenizer
+from titan_exp.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec, with_key, with_mtp_depth
 from titan_exp.models.spec.rope import longest_sequence
@@ -309,8 +309,6 @@ def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
     if source.tokenizer is None:
         reason = f"{source.path} has no tokenizer beside its weights"
         raise UserError(f"{reason}. Put its tokenizer.json there, or give a run folder.")
-    from titan_exp.data.tokenizers import HuggingFaceTokenizer
-
     return HuggingFaceTokenizer(source.tokenizer)
 
 

@@ -320,7 +320,7 @@ def columns_of(cells: Mapping[str, str]) -> dict[str, str]:
 
 def answer_in_double() -> None:
     """Compare the classes given on the standard input, one line of JSON each."""
-    from titan_exp.doctor.layout.check import in_double
+    from titan_exp.doctor.layout import in_double
 
     in_double()
     import titan_exp.doctor.layout.compare

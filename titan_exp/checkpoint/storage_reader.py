@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
-from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -161,7 +160,7 @@ class SafeStorageReader(dcp.FileSystemReader):
         try:
             content = (path / METADATA_FILE).read_bytes()
             _check_memo(content)
-            metadata = _MetadataUnpickler(BytesIO(content)).load()
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
             check_metadata(metadata)
         except OSError as error:
             self.failure = error

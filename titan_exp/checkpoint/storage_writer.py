@@ -9,17 +9,14 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
-from os import PathLike
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
@@ -147,7 +144,7 @@ def _find_short_file(path: Path) -> str | None:
     return None
 
 
-class ChecksumWriter(dcp.FileSystemWriter):
+class ChecksumWriter(filesystem.FileSystemWriter):
     """torch's file system writer with a final `checksums.json`; writes one file per rank or per tensor."""
 
     def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
@@ -213,7 +210,7 @@ class PublishingWriter(ChecksumWriter):
         self._folder.publish(self._step)
 
 
-class _RecordingFileSystem(FileSystem):
+class _RecordingFileSystem(filesystem.FileSystem):
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None
@@ -221,14 +218,14 @@ class _RecordingFileSystem(FileSystem):
         self.root: Path | None = None
         """Folder that is never created, because a deleted run folder must stay deleted."""
 
-    def mkdir(self, path: str | PathLike[str]) -> None:
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
         if self.root is None:
             super().mkdir(path)
         else:
             mkdir_below(self.root, Path(path))
 
     @contextmanager
-    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any]:
         with super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
@@ -240,7 +237,7 @@ class _RecordingFileSystem(FileSystem):
                 self.failure = self.failure or recording.failure
             self.checksums[Path(path).name] = FileChecksum(recording.size, recording.crc32)
 
-    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         if (recorded := self.checksums.pop(Path(path).name, None)) is not None:
             self.checksums[Path(new_path).name] = recorded

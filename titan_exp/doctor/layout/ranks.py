@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import debug
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from titan_exp.config.devices import usable_cores
@@ -51,7 +50,7 @@ Output = tuple[int, str, np.ndarray]
 Window = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
 """Shape of a whole tensor, first index of a rank's shard of it in each dim, and the shard."""
 dropped = list[float]()  # rates of the dropout that this process left out
-_attend = functional.scaled_dot_product_attention
+_attend = nn.functional.scaled_dot_product_attention
 
 
 @dataclass
@@ -227,8 +226,8 @@ def without_dropout() -> None:
     """Let torch's dropout drop nothing in this process, since each layout would draw other numbers, and keep its rates
     in `dropped`. Call it before your code is imported."""
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(functional, name, _keep)
-    functional.scaled_dot_product_attention = _attend_to_all
+        setattr(nn.functional, name, _keep)
+    nn.functional.scaled_dot_product_attention = _attend_to_all
 
 
 def _keep(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:

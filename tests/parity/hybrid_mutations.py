@@ -22,7 +22,7 @@ from tests.patching import Mutation, noticed, patch
 from tests.ranks import run_ranks
 
 OPS, CONTEXT = "titan_exp.ops.linear_attention", "titan_exp.parallel.context_parallel.apply"
-BLOCK = "titan_exp.models.blocks.linear_attention"
+BLOCK = "titan_exp.models.blocks.mixers"
 
 
 def states_are_not_reset() -> None:

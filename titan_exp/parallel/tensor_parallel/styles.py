@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.linear import Linear
@@ -55,7 +54,7 @@ class GatheredRopeOrder(layers.RegionModule):
 class Ranks:
     """Tensor-parallel ranks that share a model."""
 
-    axis: DeviceMesh
+    axis: torch.distributed.DeviceMesh
     region: layers.TensorParallelGroup
     shards: int  # data ranks among which FSDP shards every parameter afterwards
     loss_parallel: bool

@@ -10,8 +10,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.doctor.layout import check_layouts
 from titan_exp.doctor.layout.cases import Verdict, cases
-from titan_exp.doctor.layout.check import check_layouts
 from titan_exp.plan.planner_processes import PlannerProcesses
 
 FAMILY = "model.architecture=tests.models.own_planted +model.planted="
@@ -140,13 +140,13 @@ def with_dropout(run: Experiment) -> list[Any]:
     import torch
     from torch.nn import functional
 
-    from titan_exp.doctor.layout.exact_torch import in_double, without_dropout
+    from titan_exp.doctor.layout import in_double
 
     in_double()
-    without_dropout()
-    from titan_exp.doctor.layout.ranks import record
+    from titan_exp.doctor.layout.ranks import record, without_dropout
     from titan_exp.doctor.layout.shrink import shrink
 
+    without_dropout()
     small = shrink(run)
     assert isinstance(small, Experiment)
     case, kept, found = cases(run, small)[0][-1], functional.dropout, list[Any]()

@@ -11,7 +11,7 @@ from tests.faults import NO_MOUNTS, can_mount, read_only
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.extension import provided
-from titan_exp.doctor import microbenchmarks
+from titan_exp.doctor import microbenchmarks, usage
 from titan_exp.doctor.machine import machine_command
 from titan_exp.doctor.microbenchmarks import (
     MAX_CALLS,
@@ -23,7 +23,6 @@ from titan_exp.doctor.microbenchmarks import (
     peak_of_type,
     scheduler,
 )
-from titan_exp.doctor.usage import usage
 from titan_exp.launch.local.ranks import run_on_ranks
 from titan_exp.plan.devices import cpu_device
 from titan_exp.tracking.throughput import device_name, rates_file, read_rates

@@ -16,8 +16,7 @@ from tests.config.composing import experiment
 from tests.ranks import run_ranks
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.ops.linear_attention import GatedDeltaCore, ShortConvolutionCore, l2_normalized
-from titan_exp.parallel.context_parallel.apply import gather_sequence
-from titan_exp.parallel.context_parallel.linear_attention import segments_of, shard_linear_attention
+from titan_exp.parallel.context_parallel.apply import gather_sequence, segments_of, shard_linear_attention
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.trainer.distributed import joined_process_group

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from tests.parity.test_hybrids import EXPERIMENTS, KIMI
 from tests.patching import Mutation, noticed, patch
 from tests.ranks import run_ranks
 
-OPS, CONTEXT = "titan_exp.ops.linear_attention", "titan_exp.parallel.context_parallel.linear_attention"
-BLOCK = "titan_exp.models.blocks.linear_attention"
+OPS, CONTEXT = "titan_exp.ops.linear_attention", "titan_exp.parallel.context_parallel.apply"
+BLOCK = "titan_exp.models.blocks.mixers"
 
 
 def states_are_not_reset() -> None:
@@ -83,8 +84,13 @@ def without_documents(convolve: Any) -> Any:
     return lambda x, weight, documents, before=None, *_, **how: convolve(x, weight, None, before, **how)
 
 
+def patch_on_ranks(name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an operator of linear attention where context-parallel ranks call it, and not in one process."""
+    patch(f"{CONTEXT}.linear_attention", lambda ops: SimpleNamespace(**{**vars(ops), name: make(getattr(ops, name))}))
+
+
 def inputs_cross_documents() -> None:
-    patch(f"{CONTEXT}.short_convolution", without_documents)
+    patch_on_ranks("short_convolution", without_documents)
 
 
 def inputs_before_a_segment_are_zeros() -> None:
@@ -127,7 +133,7 @@ def segments_go_by_rank() -> None:
 
 def segments_do_not_know_their_documents() -> None:
     """The first document of a segment goes on from the last one before it."""
-    patch(f"{CONTEXT}.gated_delta", lambda original: lambda *given, carry, **how: original(*given, carry=None, **how))
+    patch_on_ranks("gated_delta", lambda original: lambda *given, carry, **how: original(*given, carry=None, **how))
 
 
 def error_of_the_rule(kind: str, mutate: Callable[[], None] | None) -> float:

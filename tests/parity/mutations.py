@@ -106,7 +106,7 @@ def every_data_rank_reads_the_same() -> None:
 
 def initial_weights_depend_on_the_rank() -> None:
     patch(
-        "titan_exp.trainer.train_state.init_weights",
+        "titan_exp.parallel.meta_init.init_weights",
         lambda original: (
             lambda model, specs, seed, *rest: original(model, specs, seed + int(os.environ["RANK"]), *rest)
         ),
@@ -651,7 +651,7 @@ def experts_are_multiplied_in_high_precision() -> None:
 
         return quantize
 
-    patch("titan_exp.trainer.train_state.quantize", make)
+    patch("titan_exp.quantization.quantize.quantize", make)
 
 
 MUTATIONS: list[Callable[[], None]] = [

@@ -83,7 +83,7 @@ def require_fp32_decays() -> None:
 
         return checked
 
-    patch("titan_exp.models.blocks.linear_attention.ForgetGate.forward", make)
+    patch("titan_exp.models.blocks.mixers.ForgetGate.forward", make)
 
 
 @pytest.mark.parametrize("layout", ["parallelism.dp_shard=2", "parallelism.dp_shard=2 parallelism.tp=2"])

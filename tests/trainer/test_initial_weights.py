@@ -17,7 +17,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.parallel import meta_init
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer import restore, train_state
+from titan_exp.trainer import restore
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.train_state import assemble
 
@@ -71,7 +71,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drawn: list[str] = []
-        fill, allocate = meta_init.init_shard_, train_state.materialize_parameters
+        fill, allocate = meta_init.init_shard_, meta_init.materialize_parameters
 
         def record(values, seed, name, init, part):
             self.drawn.append(name)
@@ -91,7 +91,7 @@ class Recorder:
         allocate_state = optimizer_state.init_optimizer_state
         monkeypatch.setattr(optimizer_state, "init_optimizer_state", require_loaded)
         monkeypatch.setattr(meta_init, "init_shard_", record)
-        monkeypatch.setattr(train_state, "materialize_parameters", poison)
+        monkeypatch.setattr(meta_init, "materialize_parameters", poison)
 
     def of(self, path: Path, *overrides: str) -> tuple[list[str], list[float]]:
         """Weights drawn by a run, and all losses that it has written."""

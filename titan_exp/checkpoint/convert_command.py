@@ -18,7 +18,6 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.nondefault import model_overrides
 from titan_exp.config.schema.component import component, is_builtin
 from titan_exp.models.convert import hf_config
-from titan_exp.models.convert.diffusers_config import diffusers_class, diffusers_violations
 from titan_exp.models.convert.state_dict_map import checkpoint_formats
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.logging import byte_progress
@@ -77,7 +76,8 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
         formats = checkpoint_formats(source.model)
         if "huggingface" in formats and not hf_config.export_violations(source.model):
             return "huggingface"
-        return "diffusers" if "diffusers" in formats and not diffusers_violations(source.model) else "safetensors"
+        expressible = "diffusers" in formats and not hf_config.diffusers_violations(source.model)
+        return "diffusers" if expressible else "safetensors"
     if (options.format == "torch") != ends_in_pt:
         folder = "a folder, whose name does not end in .pt"
         kind = "a file, whose name ends in .pt" if options.format == "torch" else folder
@@ -89,7 +89,7 @@ def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
     tune = f"checkpoint_dir={target}, checkpoint_files="
     loaders = {
         "huggingface": lambda: f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})",
-        "diffusers": lambda: f"diffusers: {diffusers_class(source.model)}.from_pretrained({str(target)!r})",
+        "diffusers": lambda: f"diffusers: {hf_config.diffusers_class(source.model)}.from_pretrained({str(target)!r})",
         "torch": lambda: f"torch: torch.load({str(target)!r}, weights_only=True)['model']",
         "torchtune": lambda: f"torchtune: FullModelTorchTuneCheckpointer, {tune}[model.pt]",
         "llama": lambda: f"torchtune: FullModelMetaCheckpointer, {tune}[consolidated.00.pth]",

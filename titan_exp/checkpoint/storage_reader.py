@@ -7,14 +7,12 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
-from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -92,7 +90,7 @@ class TensorLoadPlanner(dcp.DefaultLoadPlanner):
         raise MetadataError(f"the metadata lists {read_item.dest_index.fqn} as bytes instead of a tensor")
 
 
-def _check_entry(key: str, entry: Any, tensor: Tensor) -> None:
+def _check_entry(key: str, entry: Any, tensor: torch.Tensor) -> None:
     if entry is None:
         raise MetadataError(f"the metadata does not list {key}")
     if not isinstance(entry, TensorStorageMetadata):
@@ -162,7 +160,7 @@ class SafeStorageReader(dcp.FileSystemReader):
         try:
             content = (path / METADATA_FILE).read_bytes()
             _check_memo(content)
-            metadata = _MetadataUnpickler(BytesIO(content)).load()
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
             check_metadata(metadata)
         except OSError as error:
             self.failure = error
@@ -215,7 +213,7 @@ def require_stored(path: Path, sizes: Mapping[str, int]) -> None:
             raise damaged_checkpoint(path, damage)
 
 
-def load_into(path: Path, state: dict[str, Tensor]) -> None:
+def load_into(path: Path, state: dict[str, torch.Tensor]) -> None:
     """Load a checkpoint into tensors in place, in any layout; collective if a process group exists. Raises UserError:
     the checkpoint lacks a tensor, or has another shape or dtype, or cannot be read."""
     with warnings.catch_warnings():

@@ -9,21 +9,16 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
-from os import PathLike
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.futures import Future
 
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.storage_reader import SafeStorageReader, damaged_checkpoint
@@ -37,7 +32,7 @@ PIECE_BYTES = 2**26
 when freed."""
 
 
-def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
+def read_saved(file: IO[bytes], starts: Sequence[int], target: torch.Tensor) -> None:
     """Copy a window of the file's only tensor, with `target`'s shape and beginning at `starts`; runs no code of the
     file. Raises EOFError if the file is cut off, ValueError if its tensor is smaller, and what torch.load raises if it
     is damaged."""
@@ -62,7 +57,7 @@ def read_saved(file: IO[bytes], starts: Sequence[int], target: Tensor) -> None:
         rows.copy_(narrow_tensor_by_index(piece, [0, *starts[1:]], rows.shape))
 
 
-def _fill(file: IO[bytes], tensor: Tensor) -> None:
+def _fill(file: IO[bytes], tensor: torch.Tensor) -> None:
     content = tensor.view(-1).view(torch.uint8).numpy().data
     while content:
         count = file.readinto(content)  # type: ignore[attr-defined]
@@ -149,14 +144,14 @@ def _find_short_file(path: Path) -> str | None:
     return None
 
 
-class ChecksumWriter(dcp.FileSystemWriter):
+class ChecksumWriter(filesystem.FileSystemWriter):
     """torch's file system writer with a final `checksums.json`; writes one file per rank or per tensor."""
 
     def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
         super().__init__(path, single_file_per_rank=single_file_per_rank, sync_files=True)
         self.fs = self._recording = _RecordingFileSystem()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
         """Write this rank's files; rank 0 receives their checksums with torch's own results."""
         try:
             results = super().write_data(plan, planner).value()
@@ -165,7 +160,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
             if self._recording.failure is not None:
                 raise self._recording.failure from error
             raise
-        done: Future[list[Any]] = Future()
+        done: torch.futures.Future[list[Any]] = torch.futures.Future()
         done.set_result([*results, *self._recording.checksums.items()])
         return done
 
@@ -215,7 +210,7 @@ class PublishingWriter(ChecksumWriter):
         self._folder.publish(self._step)
 
 
-class _RecordingFileSystem(FileSystem):
+class _RecordingFileSystem(filesystem.FileSystem):
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None
@@ -223,14 +218,14 @@ class _RecordingFileSystem(FileSystem):
         self.root: Path | None = None
         """Folder that is never created, because a deleted run folder must stay deleted."""
 
-    def mkdir(self, path: str | PathLike[str]) -> None:
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
         if self.root is None:
             super().mkdir(path)
         else:
             mkdir_below(self.root, Path(path))
 
     @contextmanager
-    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any]:
         with super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
@@ -242,7 +237,7 @@ class _RecordingFileSystem(FileSystem):
                 self.failure = self.failure or recording.failure
             self.checksums[Path(path).name] = FileChecksum(recording.size, recording.crc32)
 
-    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         if (recorded := self.checksums.pop(Path(path).name, None)) is not None:
             self.checksums[Path(new_path).name] = recorded

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from titan_exp.config.command_line.options import HELP
-from titan_exp.doctor.usage import usage
+from titan_exp.config.command_line.options import HELP, take_options
+from titan_exp.doctor import usage
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,10 +36,8 @@ class DoctorLayoutOptions:
 
 
 def _layout(argv: Sequence[str]) -> int:
-    from dataclasses import asdict
     from pathlib import Path
 
-    from titan_exp.config.command_line.options import take_options
     from titan_exp.config.command_line.output import answer
     from titan_exp.config.command_line.terminal import Terminal
     from titan_exp.config.devices import offered_devices

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from titan_exp.inference.evaluate_usage import USAGE
+from titan_exp.inference import USAGE
 
 HELP_TEXT = f"{USAGE}\n"
 

@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError, listed, nearest
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.axes import DEGREES, ONE_DEVICE
-from titan_exp.config.layout.resolved_layout import compilation, resolve_layout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, compilation, resolve_layout
 from titan_exp.config.schema.schema import OTHER_NAMES
 from titan_exp.tracking.display import format_bytes
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 def device_for(experiment: Experiment, key: str | None) -> "DeviceMemory":
     """Device and memory of a run with a resolved layout. Raises UserError if the device table lacks the GPU."""
-    from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.models.spec.lookup import model_spec
     from titan_exp.plan.devices import DEVICES, device_memory_of, device_named, memory_of_gpu, refine_gpu
 

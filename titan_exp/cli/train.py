@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.cli.hydra_command import run_sweep_with_hydra
+from titan_exp.config.command_line.output import answer
+from titan_exp.launch.sweep.sweep_args import current_sweep_options, train_args
 
 if TYPE_CHECKING:
     from titan_exp.config.groups.experiment import Experiment
@@ -14,21 +16,17 @@ if TYPE_CHECKING:
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    from titan_exp.launch.sweep.sweep_args import train_args
-
     return run_sweep_with_hydra(train_args(argv), _launch)
 
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:
     from titan_exp.config.checkpoint_files import saved_state
     from titan_exp.config.command_line.help import remarks
-    from titan_exp.config.command_line.output import answer
     from titan_exp.launch import memory_gate
     from titan_exp.launch.executor import executor_for
     from titan_exp.launch.provenance import report_stale
     from titan_exp.launch.run_console import RunConsole
     from titan_exp.launch.run_plan import laptop_rate, plan_run, rate_after_decay, related_runs
-    from titan_exp.launch.sweep.sweep_args import current_sweep_options
     from titan_exp.rules.composed import read_experiment
 
     experiment = read_experiment(cfg, lambda _: True)
@@ -64,7 +62,6 @@ def _launch(cfg: Any, overrides: Sequence[str]) -> int:
 
 def _show_dry_run(plan: "RunPlan", executor: "Executor", *, as_json: bool) -> int:
     """Print what submitting a run would do, and its job script; writes nothing."""
-    from titan_exp.config.command_line.output import answer
     from titan_exp.launch.memory_gate import planned_records, predicted, script_records
     from titan_exp.launch.run_status import run_status
 
@@ -87,9 +84,7 @@ def _show_dry_run(plan: "RunPlan", executor: "Executor", *, as_json: bool) -> in
 
 
 def _preview(experiment: "Experiment", step: int) -> int:
-    from titan_exp.config.command_line.output import answer
     from titan_exp.data.train_loader import preview
-    from titan_exp.launch.sweep.sweep_args import current_sweep_options
 
     lines = list[str]()
     for line in preview(experiment.data, experiment.training, experiment.experiment.seed, step):

@@ -8,13 +8,12 @@ no torch. Folders beside that module add to those of the core: `conf` options of
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -191,9 +190,7 @@ def extended(group: str = "", what: str = "groups") -> Callable[[type[Group]], t
             return kind
         members = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         bases = (*mixins, kind)
-        return dataclasses.make_dataclass(
-            kind.__name__, added, bases=bases, namespace=members, frozen=True, kw_only=True
-        )
+        return make_dataclass(kind.__name__, added, bases=bases, namespace=members, frozen=True, kw_only=True)
 
     return extend
 
@@ -206,7 +203,7 @@ def added_groups() -> list[str]:
 def added_keys(group: str) -> dict[str, Any]:
     """Keys that extensions add to a group of the core, with their defaults."""
     paths = (path for one in extensions().values() for name, path in one.groups.items() if name == group)
-    return {key: value for path in paths for key, value in dataclasses.asdict(load(path)()).items()}
+    return {key: value for path in paths for key, value in asdict(load(path)()).items()}
 
 
 def added_usage(verb: str) -> str:
@@ -269,7 +266,7 @@ def shipped_options(group: str) -> dict[str, Path]:
 def provided_words(extension: Extension) -> Iterator[str]:
     """Words that a user may type if an extension is installed; its keys with their defaults."""
     for group, path in extension.groups.items():
-        yield from (f"{group}.{key}={shown(value)}" for key, value in dataclasses.asdict(load(path)()).items())
+        yield from (f"{group}.{key}={shown(value)}" for key, value in asdict(load(path)()).items())
     for path in sorted(extension.folder.glob("conf/*/*.yaml")):
         yield f"{path.parent.name}={path.stem}"
     for path in sorted(extension.folder.glob("sweeps/*.yaml")):
@@ -280,7 +277,7 @@ def provided_words(extension: Extension) -> Iterator[str]:
     yield from (f"data.source={name}" for name in extension.sources)
     yield from extension.verbs
     for verb in sorted(extension.options.keys() - extension.verbs.keys()):
-        yield from (f"{verb} {option.name}" for option in dataclasses.fields(load(extension.options[verb])))
+        yield from (f"{verb} {option.name}" for option in fields(load(extension.options[verb])))
     yield from (f"evaluate --{name}" for name in extension.observations)
 
 

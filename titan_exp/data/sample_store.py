@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ _MAX_MAPPED_SHARDS = 256
 
 def _checksum() -> Any:
     """New hasher for a store's files, about 1 GB/s."""
-    return blake2b(digest_size=16)
+    return hashlib.blake2b(digest_size=16)
 
 
 def file_checksum(path: Path) -> str:

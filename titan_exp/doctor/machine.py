@@ -19,8 +19,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor import microbenchmarks as bench
-from titan_exp.doctor.microbenchmarks import Measurement
-from titan_exp.doctor.usage import usage
+from titan_exp.doctor import usage
 from titan_exp.tracking.throughput import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.distributed import RunOnRanks, require_usable_cuda
 
@@ -78,9 +77,9 @@ def measure(
     """Measure a device (the first GPU), the links between all devices and the disk of `runs`, in about `seconds`.
     `report` receives progress lines."""
     start = time.perf_counter()
-    rates = list[Measurement]()
+    rates = list[bench.Measurement]()
 
-    def take(kind: str, measurements: Callable[[float], Iterable[Measurement]]) -> None:
+    def take(kind: str, measurements: Callable[[float], Iterable[bench.Measurement]]) -> None:
         report(f"{kind} ({SHARES[kind] * seconds:.0f} s) ...")
         rates.extend(measurements(SHARES[kind] * seconds))
 
@@ -112,17 +111,17 @@ def measure(
     )
 
 
-def _best(rates: Iterable[Measurement], kind: str, prefix: str) -> float | None:
+def _best(rates: Iterable[bench.Measurement], kind: str, prefix: str) -> float | None:
     values = [rate.value for rate in rates if rate.kind == kind and rate.name.startswith(prefix) and rate.value]
     return max(values, default=None)
 
 
-def _microseconds(rates: Iterable[Measurement], kind: str, prefix: str) -> float | None:
+def _microseconds(rates: Iterable[bench.Measurement], kind: str, prefix: str) -> float | None:
     found = [rate.seconds for rate in rates if rate.kind == kind and rate.name.startswith(prefix) and rate.seconds]
     return 1e6 * min(found) if found else None
 
 
-def _attention(rates: Iterable[Measurement]) -> dict[str, dict[str, list[float]]]:
+def _attention(rates: Iterable[bench.Measurement]) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {}
     for rate in rates:
         if rate.kind == "attention" and rate.value is not None:
@@ -141,7 +140,7 @@ def _table(measured: DeviceRates) -> Table:
         table.columns[column].justify = "right"
     previous = ""
     for row in measured.rates:
-        rate = Measurement(**row)
+        rate = bench.Measurement(**row)
         share = rate.value / rate.expected if rate.value and rate.expected else None
         colour = "" if share is None else "[red]" if share < LOW_SHARE else "[green]"
         note = f"{rate.name} ({rate.note})" if rate.note else rate.name

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titan_exp.config.devices import command_lines
 from titan_exp.config.errors.user_error import UserError
@@ -163,7 +162,7 @@ def _attention_rates(
     batch, heads, kv_heads, seq, head_dim = shape
     work = 2.0 * batch * heads * seq * seq * head_dim / 1e12  # two matmuls, causal half
 
-    def random(heads: int) -> Tensor:
+    def random(heads: int) -> torch.Tensor:
         size = (batch, heads, seq, head_dim)
         return torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
 
@@ -238,7 +237,7 @@ def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device)
     """Matmul of random matrices; the second has the layout of a linear weight."""
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-    def random(*shape: int) -> Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(kinds.get(dtype, torch.float8_e4m3fn))
 
     left, right = random(rows, inner), random(columns, inner).t()

@@ -29,7 +29,7 @@ from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import read_values, to_dict, to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.inference.evaluate_usage import USAGE
+from titan_exp.inference import USAGE
 from titan_exp.models.spec.lookup import family_violations, has_experts, model_spec
 from titan_exp.models.spec.rope import ROPE, exceeds_context, longest_sequence
 from titan_exp.parallel.apply import parallelize

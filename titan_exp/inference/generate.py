@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.checkpoint.checkpoint_cache import local_copy
@@ -222,7 +221,7 @@ def generate(
             token = sample_token(logits, options.temperature, options.top_k, options.top_p, random)
             if mesh is not None:  # logits may differ in their last bits, but all ranks must append the same token
                 shared = torch.tensor(token)
-                dist.broadcast(shared, src=0, group=mesh.cpu_group)
+                torch.distributed.broadcast(shared, src=0, group=mesh.cpu_group)
                 token = int(shared)
             if token in stop_tokens:
                 break

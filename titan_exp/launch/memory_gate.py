@@ -21,8 +21,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import locate
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.schema.typed_config import to_dict
+from titan_exp.doctor.layout import check_layouts
 from titan_exp.doctor.layout.cases import Verdict, asked_axes
-from titan_exp.doctor.layout.check import check_layouts
 from titan_exp.launch.executor import RunPlan, Submission, executor_for
 from titan_exp.launch.git import mask_override
 from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, environment, loopback

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def block(config: transformer.DecoderConfig, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
     """Build the block that the family's spec describes; after the last layer, a module of multi-token prediction."""
-    from titan_exp.models.blocks.latent_attention import LatentAttention
+    from titan_exp.models.blocks.mixers import LatentAttention, LinearAttention
     from titan_exp.models.blocks.transformer import MTPModule, TransformerBlock
 
     described, kind = _spec(config).blocks[layer], TransformerBlock if layer < config.layers else MTPModule
@@ -31,8 +31,6 @@ def block(config: transformer.DecoderConfig, layer: int, backend: "AttentionBack
     if isinstance(described.attention, transformer.LatentAttentionSpec):
         attention = LatentAttention(described, backend)
     elif described.linear_attention is not None:
-        from titan_exp.models.blocks.linear_attention import LinearAttention
-
         attention = LinearAttention(described)
     return kind(described, config.norm_eps, backend, attention)
 

@@ -5,10 +5,9 @@ and tied head are missing, and `use_scaled_rope` means factor 8 in Llama 3.1 and
 unknown keys, so `model.json` beside it holds the rest.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
@@ -88,7 +87,7 @@ def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_di
     noted = NotedKeys(params)
     with named_errors(noted, "params.json", "a Llama's"):
         found = _from_params(noted, name, vocab_size=vocab_size, ffn_dim=ffn_dim, tied=tied)
-    return validated(Config, dataclasses.asdict(found), "params.json")
+    return validated(Config, asdict(found), "params.json")
 
 
 def _from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> Config:

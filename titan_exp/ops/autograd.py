@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -163,7 +162,7 @@ def embedding_rows(
     rounded. The result has the bits of a rounded weight's rows. The gradient has `dtype`, too, so `weight.grad_dtype`
     must allow it."""
     if dtype is None or weight.dtype == dtype:
-        return F.embedding(ids, local_tensor(weight))
+        return torch.nn.functional.embedding(ids, local_tensor(weight))
     return _RoundedRows.apply(weight, ids, dtype)
 
 
@@ -172,7 +171,7 @@ class _RoundedRows(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight = weight
-        return F.embedding(ids, local_tensor(weight)).to(dtype)
+        return torch.nn.functional.embedding(ids, local_tensor(weight)).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

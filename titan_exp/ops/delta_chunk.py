@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 16
@@ -59,7 +58,7 @@ def read_chunk(  # noqa: PLR0917  # as the operator
     times = v.shape[2] // k.shape[2]
     rows = torch.stack([by_head(x).repeat_interleave(times, 1) for x in (k, q) if x is not None], 2)
     values, strength, log_decay = by_head(v), by_head(beta), by_head(g).clamp(min=LEAST)
-    values = F.pad(values, (0, state.shape[-1] - v.shape[-1]))
+    values = torch.nn.functional.pad(values, (0, state.shape[-1] - v.shape[-1]))
     visible = torch.ones(values.shape[2], values.shape[2], dtype=torch.bool, device=v.device).tril()[None, None]
     if runs is None:
         decay = log_decay.cumsum(2)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.devices import has_triton
@@ -36,13 +35,13 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(inspect.unwrap(function))
 
 
-def runs_kernel(tensor: Tensor) -> bool:
+def runs_kernel(tensor: torch.Tensor) -> bool:
     """True if a Triton kernel computes on `tensor`: on CUDA and uncompiled, since the compiler fuses torch's operators.
     Fake tensors stand for a GPU's tensors, whose torch includes Triton."""
     if torch.compiler.is_compiling() or not tensor.is_cuda or tensor.dtype not in DTYPES:
         return False
     # Subclasses such as DTensor have operators of their own.
-    return type(tensor) is FakeTensor or (type(tensor) is Tensor and _has_triton())
+    return type(tensor) is FakeTensor or (type(tensor) is torch.Tensor and _has_triton())
 
 
 _has_triton = cache(has_triton)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.config.groups.optimizer import AdafactorConfig as Config
@@ -123,6 +122,6 @@ def sum_over_shards(sums: Sequence[tuple[Tensor, Sequence[ShardAxis]]]) -> None:
     for name, group in groups.items():
         tensors = [tensor for tensor, axes in sums if any(axis.group.group_name == name for axis in axes)]
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=group)
+        torch.distributed.all_reduce(flat, group=group)
         for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(summed.view_as(tensor))

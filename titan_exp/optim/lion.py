@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titan_exp.config.groups.optimizer import LionConfig as Config
 from titan_exp.ops.autograd import local_tensor
@@ -24,7 +23,7 @@ class Lion(GroupOptimizer):
         super().__init__(groups, {"lr": config.lr, "betas": config.betas, "weight_decay": 0.0})
         self._dtype = torch.float32 if config.state_precision == "fp32" else torch.bfloat16
 
-    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def update(self, parameters: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
             state, (share, decay) = self.state[parameter], group["betas"]
             if not state:

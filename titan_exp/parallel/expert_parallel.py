@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -307,7 +305,7 @@ class TokenGroup(TensorParallelGroup):
 
 
 def _joined(part: Tensor, region: TokenGroup, length: int) -> Tensor:
-    padded = F.pad(part, (0, 0, 0, -(-length // region.degree) - part.shape[1]))
+    padded = nn.functional.pad(part, (0, 0, 0, -(-length // region.degree) - part.shape[1]))
     return torch.cat(all_gather(padded, region.degree, region.group).chunk(region.degree), dim=1)[:, :length]
 
 
@@ -415,7 +413,7 @@ def mixtures(model: nn.Module) -> list[Mixture]:
     return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
-def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
+def _shard(linear: GroupedLinear, axes: torch.distributed.DeviceMesh, *, channels: int) -> None:
     """Shard weights [experts, out, in] over ep by experts, and over etp by the dim of the channels. Biases [experts,
     out] are sharded by outputs over etp; where outputs are summed over ranks, each bias is added by one rank only."""
     linear.weight = _divided(linear.weight, axes, dim=channels)
@@ -426,7 +424,7 @@ def _shard(linear: GroupedLinear, axes: DeviceMesh, *, channels: int) -> None:
             linear.bias_start = axes["etp"].get_local_rank() * local.shape[1]
 
 
-def _divided(parameter: nn.Parameter, axes: DeviceMesh, dim: int) -> nn.Parameter:
+def _divided(parameter: nn.Parameter, axes: torch.distributed.DeviceMesh, dim: int) -> nn.Parameter:
     """This rank's shard of a parameter of experts, over etp along `dim`."""
     placements = {name: shard for name, shard in (("ep", Shard(0)), ("etp", Shard(dim))) if axes[name].size() > 1}
     if not placements:

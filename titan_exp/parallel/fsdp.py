@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
@@ -392,7 +391,7 @@ class _Units:
             offload_policy=self._offload,
         )
 
-    def _mesh_of(self, module: object) -> DeviceMesh:
+    def _mesh_of(self, module: object) -> torch.distributed.DeviceMesh:
         return self._mesh.expert_fsdp_mesh if module in self._of_experts else self._mesh.fsdp_mesh
 
     def _shards(self, module: object) -> int:

@@ -3,12 +3,11 @@ the compiler can trace, all-to-all, and partial sums. Unused axes have size 1, s
 cover the same ranks in the same order: `world` has every axis; in `sharding`, on which parameters live, the axes that
 FSDP shards over are folded into one, `fsdp`; parameters of experts live on `experts`, with the axes `EXPERT_AXES`."""
 
-import functools
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -179,7 +178,7 @@ def _sums(sent: Tensor, received: Tensor) -> Tensor:
     return torch.stack([sent.sum(1), received.sum(1)])
 
 
-@functools.cache
+@cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 

@@ -20,7 +20,6 @@ from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
 from titan_exp.ops.moe.permutation import PaddedOrder, TokenPadding, experts_of_rows
 from titan_exp.quantization import mxfp8, nvfp4
 from titan_exp.quantization.float8 import E4M3, AmaxReduce, Float8, cast, scale_of
-from titan_exp.quantization.nvfp4 import NVFP4
 from titan_exp.quantization.recipes import GROUPED_MULTIPLE
 
 
@@ -131,7 +130,7 @@ class GroupedMX(GroupedRecipe):
 class GroupedNVFP4(GroupedRecipe):
     """NVFP4 for grouped matmuls. The last transform of an expert's rows is padded with zeros."""
 
-    recipe: NVFP4  # recipe of a single linear
+    recipe: nvfp4.NVFP4  # recipe of a single linear
 
     def sharded(self, *, input_sharded: bool, amax_reduce: AmaxReduce) -> Self:
         """Reduce amax over ranks where values span the ranks' channels."""
@@ -264,7 +263,7 @@ def grouped_linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> Gr
     if config.recipe == "mxfp8":
         return EmulatedGroupedLinear(GroupedMX())
     if config.recipe == "nvfp4":
-        return EmulatedGroupedLinear(GroupedNVFP4(NVFP4.of(config)))
+        return EmulatedGroupedLinear(GroupedNVFP4(nvfp4.NVFP4.of(config)))
     return EmulatedGroupedLinear(GroupedFloat8(Float8.of(config, emulated=True)))
 
 

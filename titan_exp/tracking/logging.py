@@ -4,14 +4,13 @@ for the watchdog thread: step, phase, time since the last report.
 A report costs one clock read.
 """
 
-import contextlib
 import logging
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -66,7 +65,7 @@ class _StreamHandler(_Lossy, logging.StreamHandler[TextIO]):
 class _FileHandler(_Lossy, logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         # With `delay`, the file is opened here, outside logging's own error handling.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             super().emit(record)
 
 

@@ -1,11 +1,10 @@
 """Training report: rows of metrics, heartbeat, throughput and memory."""
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -304,7 +303,7 @@ class Report:
         self, step: int, tokens: int, result: StepResult, *, lr: float, also: Numbers = MappingProxyType({})
     ) -> Row:
         """Reduce a step's metrics over this world, without those of experts (`expert_row`); all ranks call it."""
-        own = dataclasses.astuple(self.times.take())
+        own = astuple(self.times.take())
         reported, rows = self.reducer.reduce(result.metrics, own)
         times = [OwnTimes(*row) for row in rows]
         numbers = {

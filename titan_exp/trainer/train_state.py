@@ -22,32 +22,15 @@ from titan_exp.optim.grad_clip import GradientClipper, NormClipper
 from titan_exp.optim.optimizer import HasGradientPoint, UpdatesComputeWeights, build_optimizer
 from titan_exp.optim.parameter_groups import NamedParameter, freeze, hyperparameters, named_parameters
 from titan_exp.optim.weight_average import WeightAverage
+from titan_exp.parallel import meta_init
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.parallel.context_parallel.load_balance import sequence_cuts
 from titan_exp.parallel.fsdp import free_gathered, set_all_gather_format, uses_fsdp
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.meta_init import (
-    buffer_places,
-    computes_loss,
-    copy_initial_weights,
-    every_weight,
-    init_buffers,
-    init_weights,
-    materialize_parameters,
-    require_modules,
-)
 from titan_exp.parallel.pipeline_runtime import Pipeline, build_pipeline, build_schedule
 from titan_exp.parallel.tensor_parallel.styles import vocab_shard
-from titan_exp.quantization.quantize import (
-    Float8Weights,
-    WeightScales,
-    allocate_float8_weights,
-    describe,
-    float8_all_gather_format,
-    modules_with_float8_weights,
-    quantize,
-)
+from titan_exp.quantization import quantize
 from titan_exp.tracking.display import format_count
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.experts import ExpertLoad
@@ -122,10 +105,12 @@ class BuiltModel:
         """Scales that the parametrization gives to parameters, by full name."""
         self.parameters = parameter_count(model)
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
-        require_modules(model, experiment.training.fp32_modules)
+        meta_init.require_modules(model, experiment.training.fp32_modules)
         freeze(model, experiment.optimizer)
         parameters = named_parameters([model], self.scales, frozen=True)
-        recipe = describe(model, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
+        recipe = quantize.describe(
+            model, experiment.quantization, layers=block_count(experiment.model), device=mesh.device
+        )
         self.module: nn.Module = model
         """The whole model; on the meta device under pipeline parallelism."""
         self.pipeline: Pipeline | None = None
@@ -145,7 +130,7 @@ class BuiltModel:
             self.pipeline = build_pipeline(model, build, self._parallelize, layout, mesh)
             _log_pipeline(layout)
 
-    def init_weights(self, selected: Callable[[str], bool] = every_weight) -> None:
+    def init_weights(self, selected: Callable[[str], bool] = meta_init.every_weight) -> None:
         """Initialize this rank's weights whose full names are selected, since a load replaces others."""
         for init in self._init:
             init(selected)
@@ -154,31 +139,31 @@ class BuiltModel:
         """Keep float8 weights where this rank holds them whole; elsewhere gather them in float8."""
         if self._mesh.sharding["fsdp"].size() > 1:
             if self._experiment.quantization.float8_all_gather:
-                set_all_gather_format(module, float8_all_gather_format)
+                set_all_gather_format(module, quantize.float8_all_gather_format)
         elif not self._layout.parallelism.cpu_offload:
-            allocate_float8_weights(module)
+            quantize.allocate_float8_weights(module)
 
     def _parallelize(self, module: nn.Module) -> None:
         """Parallelize the whole model or a pipeline stage, and allocate its parameters."""
         experiment, layout, mesh = self._experiment, self._layout, self._mesh
         freeze(module, experiment.optimizer)
-        specs, places = init_specs(module, self.scales), buffer_places(module)
+        specs, places = init_specs(module, self.scales), meta_init.buffer_places(module)
         if hasattr(module, "positions_restart"):
             module.positions_restart = experiment.data.reset_positions  # type: ignore[assignment]  # a plain attribute
-        quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
+        quantize.quantize(module, experiment.quantization, layers=block_count(experiment.model), device=mesh.device)
         parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
         with self._fake_mode or nullcontext():
-            unfilled = materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
+            unfilled = meta_init.materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
             if experiment.quantization.recipe.startswith("float8"):
                 self._set_float8_weights(module)
         if self._fake_mode is not None:
             return
         seed = experiment.experiment.seed
-        init_buffers(places, unfilled, self._build, seed)
+        meta_init.init_buffers(places, unfilled, self._build, seed)
         if specs is not None:
-            self._init.append(partial(init_weights, module, specs, seed))
+            self._init.append(partial(meta_init.init_weights, module, specs, seed))
         else:
-            self._init.append(partial(copy_initial_weights, module, self._build, seed))
+            self._init.append(partial(meta_init.copy_initial_weights, module, self._build, seed))
 
 
 def _gemm_selection(experiment: Experiment, ranks: int) -> str:
@@ -249,7 +234,7 @@ def assemble(
     mesh = build_mesh(layout.parallelism, device, experts=has_experts(experiment.model), cuts=cuts, causal=causal)
     built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
-    chunk = layout.loss_chunk_tokens if computes_loss(built.module, spec) else None
+    chunk = layout.loss_chunk_tokens if meta_init.computes_loss(built.module, spec) else None
     objective = build_objective(experiment.training, experiment.compile, shard, chunk, spec)
     parts = [built.module] if built.pipeline is None else [stage.module for stage in built.pipeline.stages]
     with fake_mode or nullcontext():
@@ -337,7 +322,7 @@ def _compute_weights(
 
 
 def _float8_modules(parts: Sequence[nn.Module], experiment: Experiment) -> list[nn.Module]:
-    return modules_with_float8_weights(parts) if experiment.quantization.recipe.startswith("float8") else []
+    return quantize.modules_with_float8_weights(parts) if experiment.quantization.recipe.startswith("float8") else []
 
 
 def _quantized_weights(model: Model, mesh: Mesh, experiment: Experiment) -> Callable[[], None]:
@@ -345,7 +330,8 @@ def _quantized_weights(model: Model, mesh: Mesh, experiment: Experiment) -> Call
     if experiment.quantization.recipe == "none":
         return lambda: None
     dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
-    scales, weights = WeightScales(model.parts, mesh.shard_groups, dtype), Float8Weights(model.parts, dtype)
+    scales = quantize.WeightScales(model.parts, mesh.shard_groups, dtype)
+    weights = quantize.Float8Weights(model.parts, dtype)
 
     def refresh() -> None:
         scales.refresh()

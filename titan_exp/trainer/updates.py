@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.data_sets import BITS, LOSS
@@ -44,7 +42,7 @@ class LogitClipping(Acting):
         self._clip = clip
 
     @property
-    def maxima(self) -> Sequence[Tensor]:  # type: ignore[override]
+    def maxima(self) -> Sequence[torch.Tensor]:  # type: ignore[override]
         return self._clip.largest
 
     def on_update(self, update: Update) -> None:
@@ -107,7 +105,7 @@ class Routing(Acting):
         """Number of equal parts of a batch, each of which is counted and balanced alone."""
 
     @property
-    def sums(self) -> Sequence[Tensor]:  # type: ignore[override]
+    def sums(self) -> Sequence[torch.Tensor]:  # type: ignore[override]
         return self._load.step_sums
 
     def before(self, step: int) -> None:
@@ -238,7 +236,7 @@ def evaluate(
             total += model.loss_sum(group)
             PROGRESS.keep_alive()
     sums = torch.tensor([float(total), tokens, text_bytes], dtype=torch.float64)
-    dist.all_reduce(sums, group=mesh.cpu_group)
+    torch.distributed.all_reduce(sums, group=mesh.cpu_group)
     # Tokens are counted in whole rows, while losses are of this rank's tokens.
     loss, predicted, of_text = sums[0] / mesh.loss_replicas, *(sums[1:] / mesh.batch_replicas)
     return ValidationResult(float(loss / predicted) if predicted else math.nan, int(predicted), int(of_text))

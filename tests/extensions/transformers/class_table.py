@@ -207,8 +207,7 @@ def first_line(error: Exception) -> str:
 def compared(folder: str, columns: Mapping[str, str]) -> dict[str, str]:
     """Cells of columns with their overrides: `yes` if two steps in fp64 are those of one rank."""
     from titan_exp.doctor.layout.cases import Axis, Case, _changed
-    from titan_exp.doctor.layout.compare import _what, first_difference
-    from titan_exp.doctor.layout.probe import probe
+    from titan_exp.doctor.layout.compare import _what, first_difference, probe
     from titan_exp.doctor.layout.ranks import call, record, sets
     from titan_exp.doctor.layout.shrink import shrink
 
@@ -321,7 +320,7 @@ def columns_of(cells: Mapping[str, str]) -> dict[str, str]:
 
 def answer_in_double() -> None:
     """Compare the classes given on the standard input, one line of JSON each."""
-    from titan_exp.doctor.layout.exact_torch import in_double
+    from titan_exp.doctor.layout import in_double
 
     in_double()
     import titan_exp.doctor.layout.compare

@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from titan_exp.checkpoint.formats.mapping import ExportReader
 from titan_exp.checkpoint.formats.open_checkpoint import TORCHTUNE_FILE, OpenCheckpoint
@@ -23,8 +22,7 @@ from titan_exp.checkpoint.load_state import is_training_state
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import ModelConfig
 from titan_exp.data.tokenizers import write_tokenizer
-from titan_exp.models.convert.diffusers_config import diffusers_violations, to_diffusers
-from titan_exp.models.convert.hf_config import FILE, export_violations, generation_config, to_huggingface, to_json
+from titan_exp.models.convert import hf_config
 from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.llama import to_params
 from titan_exp.models.spec.lookup import model_spec
@@ -66,7 +64,7 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
     total = sum(spec.bytes for spec in specs)
     written = 0
 
-    def counted(spec: TensorSpec, *window: slice) -> Tensor:
+    def counted(spec: TensorSpec, *window: slice) -> torch.Tensor:
         nonlocal written
         tensor = produce(spec, *window)
         written += tensor.nbytes
@@ -97,7 +95,7 @@ def _tensors(
 
     specs = [TensorSpec(name, tuple(shape), export_dtype(name)) for name, shape in shapes.items()]
 
-    def produce(spec: TensorSpec, *window: slice) -> Tensor:
+    def produce(spec: TensorSpec, *window: slice) -> torch.Tensor:
         return reader.read(spec.name, *window).to(spec.dtype)
 
     return specs, produce
@@ -108,8 +106,8 @@ def write_hf_metadata(
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer into a Hugging Face folder."""
     name = str(dtype).removeprefix("torch.")
-    _json(folder / "config.json", to_huggingface(model, dtype=name, special_tokens=special_tokens))
-    _json(folder / "generation_config.json", generation_config(special_tokens))
+    _json(folder / "config.json", hf_config.to_huggingface(model, dtype=name, special_tokens=special_tokens))
+    _json(folder / "generation_config.json", hf_config.generation_config(special_tokens))
     _write_tokenizer(folder, model, tokenizer, special_tokens)
 
 
@@ -127,7 +125,7 @@ def _write(
             _write_description(path, source)
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
         case "diffusers":
-            _json(path / "config.json", to_diffusers(source.model))
+            _json(path / "config.json", hf_config.to_diffusers(source.model))
             write_safetensors(path, specs, produce, file_bytes=export.file_bytes, stem=DIFFUSERS_STEM)
         case "bfl":
             _write_description(path, source)
@@ -143,18 +141,18 @@ def _write(
             write_dcp(path, specs, produce)
             _write_description(path, source)
         case _:
-            config = json.loads(json.dumps(to_json(source.model, source.special_tokens)))
+            config = json.loads(json.dumps(hf_config.to_json(source.model, source.special_tokens)))
             write_torch_file(path, {"model": weights, "config": config}, produce)
 
 
-_INEXPRESSIBLE = {"huggingface": export_violations, "diffusers": diffusers_violations}
+_INEXPRESSIBLE = {"huggingface": hf_config.export_violations, "diffusers": hf_config.diffusers_violations}
 """Function, by format, that lists values that the format's `config.json` cannot express."""
 
 _MAPPED_FORMATS: dict[str, CheckpointFormat] = {name: name for name in get_args(CheckpointFormat)}
 
 
 def _write_description(folder: Path, source: OpenCheckpoint) -> None:
-    _json(folder / FILE, to_json(source.model, source.special_tokens))
+    _json(folder / hf_config.FILE, hf_config.to_json(source.model, source.special_tokens))
     _write_tokenizer(folder, source.model, source.tokenizer, source.special_tokens)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from titan_exp.checkpoint.formats import safetensors, torch_file
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors, require_size
@@ -23,7 +22,6 @@ from titan_exp.config.schema.typed_config import load_group
 from titan_exp.data.tokenizers import TOKENIZER_FILES, build_tokenizer
 from titan_exp.models.convert import hf_config
 from titan_exp.models.convert.decoder_state_dict import META
-from titan_exp.models.convert.diffusers_config import CLASS, from_bfl, from_diffusers
 from titan_exp.models.convert.state_dict_map import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.spec.lookup import family_violations, model_spec, mtp_depth, with_mtp_depth
 from titan_exp.ops.autograd import local_tensor
@@ -89,7 +87,8 @@ def _open(path: Path, step: int, trust: bool) -> OpenCheckpoint:
     if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
         return _open_meta(path, trust)
     if (path / "config.json").is_file():
-        return _open_diffusers(path) if CLASS in hf_config.config_json(path) else open_huggingface(path)
+        is_diffusers = hf_config.DIFFUSERS_CLASS in hf_config.config_json(path)
+        return _open_diffusers(path) if is_diffusers else open_huggingface(path)
     raise UserError(f"{path} is not a checkpoint.\n  {_explain_missing(path)}")
 
 
@@ -189,14 +188,14 @@ def _open_described(folder: Path, trust: bool) -> OpenCheckpoint:
 
 
 def _open_diffusers(folder: Path) -> OpenCheckpoint:
-    model = _require_supported(from_diffusers(hf_config.config_json(folder), folder.absolute().name), folder)
+    model = _require_supported(hf_config.from_diffusers(hf_config.config_json(folder), folder.absolute().name), folder)
     parameters = _mapped(safetensors.SafetensorsReader(folder), model, "diffusers", folder, set())
     return OpenCheckpoint(folder, "diffusers", model, parameters)
 
 
 def _open_bfl(file: Path) -> OpenCheckpoint:
     store = safetensors.SafetensorsReader(file.parent, file.name)
-    model = _require_supported(from_bfl(store.shapes, file.stem), file)
+    model = _require_supported(hf_config.from_bfl(store.shapes, file.stem), file)
     return OpenCheckpoint(file, "bfl", model, _mapped(store, model, "bfl", file, set()))
 
 
@@ -276,7 +275,7 @@ def _explain_missing(path: Path) -> str:
 
 @torch.no_grad()
 def load_hf_sharded(
-    model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = (), accepted: Sequence[str] = ()
+    model: torch.nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = (), accepted: Sequence[str] = ()
 ) -> None:
     """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication. The model's
     dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values. Raises UserError

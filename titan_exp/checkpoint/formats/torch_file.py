@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.futures import Future
 
 from titan_exp.checkpoint import storage_reader
 from titan_exp.checkpoint.formats.mapping import require_size
@@ -279,13 +278,13 @@ class _RowReader(storage_reader.SafeStorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._cached
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill the planner's tensor row by row; torch's reader would hold each shard whole."""
         for item in plan.items:
             place = self.storage_data[item.storage_index]
             with (Path(self.path) / place.relative_path).open("rb") as file:
                 read_saved(self._slice_file(file, place), item.storage_offsets, planner.resolve_tensor(item))
-        done: Future[None] = Future()
+        done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
 

@@ -24,7 +24,7 @@ from titan_exp.compare.compared_metrics import ABSENT, Metric, value_text
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.output import study_sections
 from titan_exp.compare.output.formats import Cell, TextTable, head, legend, text_table, title
-from titan_exp.compare.output.plots import study_plots
+from titan_exp.compare.output.plots import expert_load_png, study_plots
 from titan_exp.compare.runs import ComparedRun
 from titan_exp.config.command_line.output import plain
 from titan_exp.config.errors.user_error import listed
@@ -121,8 +121,6 @@ def _expert_load(comparison: Comparison) -> Iterator[tuple[str, str]]:
         recorded = (run for run in row.runs if RunFolder(run.source).expert_load.is_file())
         if (run := next(recorded, None)) is None:
             continue
-        from titan_exp.compare.output.plots import expert_load_png
-
         if (picture := expert_load_png(Path(run.source))) is not None:
             yield row.name_of(run), base64.b64encode(picture).decode()
 

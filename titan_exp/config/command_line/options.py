@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest, shown
 from titan_exp.config.extension import lacking
-from titan_exp.config.schema.schema import docstrings, hints, takes_switch
+from titan_exp.config.schema.schema import docstrings, hints, other_names, takes_switch, value_keys
 
 Options = TypeVar("Options")
 
@@ -189,8 +189,6 @@ def _unknown(word: str, after: str, own: Sequence[str], foreign: Iterable[str], 
 
 def _keys_like(typed: str, flags: Sequence[str], *, exactly: bool = False) -> str:
     """Override that was typed with dashes before it, if the verb takes overrides; `exactly` excludes similar names."""
-    from titan_exp.config.schema.schema import other_names, value_keys
-
     key, _, value = typed.partition("=")
     key = key.replace("-", "_")
     if "." not in key and "--cfg" in flags and len(key) > 1:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 from annotated_types import Predicate
 
 from titan_exp.config.errors.user_error import Violation, did_you_mean, listed, shown
-from titan_exp.config.extension import is_default_of_missing, lacking
+from titan_exp.config.extension import is_default_of_missing, lacking, shipped_folders
 from titan_exp.config.schema import schema
 from titan_exp.config.schema.component import one_value
 
@@ -198,8 +198,6 @@ def about(field: str, meaning: str) -> str:
 @cache
 def _examples() -> dict[str, str]:
     """First override in the comments of the shipped options for each key, and for the mapping that it adds one to."""
-    from titan_exp.config.extension import shipped_folders
-
     found: dict[str, str] = {}
     for path in (path for folder in shipped_folders() for path in sorted(folder.rglob("*.yaml"))):
         for comment in re.findall("#(.*)", path.read_text(encoding="utf-8")):

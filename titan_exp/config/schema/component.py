@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from titan_exp.config.errors.explained_errors import package_prefix, user_traceback
 from titan_exp.config.errors.user_error import UserError, Violation, did_you_mean, listed, nearest, shown
-from titan_exp.config.extension import lacking, provided
+from titan_exp.config.extension import lacking, provided, shipped_options
 from titan_exp.config.groups.experiment import Experiment
 
 
@@ -428,8 +428,6 @@ def config_class(group: str, values: object) -> Any:
 
 def one_value(key: str, values: Sequence[Any], known: Sequence[str] = ()) -> str:
     """Remedy for several values where one is asked for: the first that is known, and a run with each."""
-    from titan_exp.config.extension import shipped_options
-
     texts = [shown(value) for value in values]
     near = [other for text in texts for other in (text, *nearest(text, known)) if not known or other in known]
     remedy = f"choose one: {key}={next(iter(near or known or texts))}"

@@ -5,12 +5,11 @@ import dataclasses
 import inspect
 import re
 import types
-import typing
 from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -137,7 +136,7 @@ def _own_texts(kind: Any) -> dict[str, KeyText]:
 @cache
 def hints(kind: Any) -> dict[str, Any]:
     """Field types of a dataclass, bounds included."""
-    return typing.get_type_hints(kind, include_extras=True)
+    return get_type_hints(kind, include_extras=True)
 
 
 def defaults(kind: Any) -> dict[str, Any]:
@@ -168,52 +167,52 @@ def own_keys(group: str, values: object) -> Collection[str]:
 
 def group_in_mapping(annotation: Any) -> Any:
     """Dataclass of the values of a mapping of groups; None for other types."""
-    kinds = typing.get_args(annotation) if typing.get_origin(annotation) is dict else ()
+    kinds = get_args(annotation) if get_origin(annotation) is dict else ()
     return kinds[1] if kinds and dataclasses.is_dataclass(kinds[1]) else None
 
 
 def is_number(annotation: Any) -> bool:
     """True if a type is a number, None or a word beside them, so that a boolean is invalid."""
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return is_number(typing.get_args(annotation)[0])
-    if origin in (types.UnionType, typing.Union):
-        parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
-        return all(is_number(part) for part in parts if typing.get_origin(part) is not typing.Literal)
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return is_number(get_args(annotation)[0])
+    if origin in (types.UnionType, Union):
+        parts = [part for part in get_args(annotation) if part is not types.NoneType]
+        return all(is_number(part) for part in parts if get_origin(part) is not Literal)
     return annotation in (int, float)
 
 
 def takes_switch(annotation: Any) -> bool:
     """True if booleans are values of this type."""
-    return annotation is bool or bool in typing.get_args(annotation)
+    return annotation is bool or bool in get_args(annotation)
 
 
 def is_list(annotation: Any) -> bool:
     """True if a type is a list or tuple, with or without bounds."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return is_list(typing.get_args(annotation)[0])
-    return typing.get_origin(annotation) in (list, tuple)
+    if get_origin(annotation) is Annotated:
+        return is_list(get_args(annotation)[0])
+    return get_origin(annotation) in (list, tuple)
 
 
 def takes_null(annotation: Any) -> bool:
     """True if null is a value of this type."""
-    return types.NoneType in typing.get_args(annotation)
+    return types.NoneType in get_args(annotation)
 
 
 def literals_beside(annotation: Any) -> list[str]:
     """Words that a union takes beside values of another type, as `auto` beside a number; empty for other types."""
-    parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
-    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union) and len(parts) > 1
+    parts = [part for part in get_args(annotation) if part is not types.NoneType]
+    is_union = get_origin(annotation) in (types.UnionType, Union) and len(parts) > 1
     return [word for part in parts for word in choices_of(part)] if is_union else []
 
 
 def choices_of(annotation: Any) -> list[str]:
     """Values of a Literal type, a list of Literals, or one that may be null; empty for other types."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
         return list(parts)
     given = [part for part in parts if part is not types.NoneType]
-    return choices_of(given[0]) if origin in (list, typing.Union, types.UnionType) and len(given) == 1 else []
+    return choices_of(given[0]) if origin in (list, Union, types.UnionType) and len(given) == 1 else []
 
 
 def _sizes_of(axis: str) -> tuple[str, str, str]:

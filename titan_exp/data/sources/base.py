@@ -16,7 +16,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -65,7 +64,7 @@ class CorpusContent:
         self._keys: list[str] = []
         self._paths: list[Path] = []
         self._ends = [0]
-        self._stamp = blake2b(f"{WHOLE_BYTES} {WHOLE_FILES} {SAMPLES} {SAMPLE_BYTES}".encode(), digest_size=16)
+        self._stamp = hashlib.blake2b(f"{WHOLE_BYTES} {WHOLE_FILES} {SAMPLES} {SAMPLE_BYTES}".encode(), digest_size=16)
         self._changed = 0.0
         self.modified = 0.0
         """Newest modification time of a file, in Unix time."""
@@ -116,7 +115,7 @@ class CorpusContent:
         return user_folder("XDG_CACHE_HOME", ".cache") / "corpora" / self.stamp
 
     def _checksum(self) -> str:
-        digest = blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for key, begin, end in zip(self._keys, self._ends, self._ends[1:], strict=False):
             digest.update(f"{key}\0{end - begin}\0".encode(errors="surrogateescape"))
         if self.is_sampled:

@@ -6,11 +6,10 @@ by training have one size at every width; in the standard parametrization the ch
 """
 
 import contextlib
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -30,8 +29,8 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
+from titan_exp.extensions.analysis import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
 from titan_exp.extensions.analysis.numerics import build_initial
-from titan_exp.extensions.analysis.usage import COORDINATES, LARGEST_SLOPE, LLAMA_WIDTHS, SMALL_LLAMA, STEPS, WIDTH
 from titan_exp.models.blocks.transformer import RMSNorm, iter_blocks
 from titan_exp.models.parametrization.standard import scales_of
 from titan_exp.models.spec.lookup import with_mtp_depth
@@ -183,15 +182,15 @@ def _points(words: Sequence[str]) -> list[list[str]]:
 def _on_one_device(experiment: Experiment) -> Experiment:
     rows = experiment.training.global_batch_size
     own = {"mixed_precision": "fp32", "micro_batch_size": rows, "batch_ramp": ()}
-    training = dataclasses.replace(experiment.training, **own)
-    parallelism = dataclasses.replace(experiment.parallelism, **ONE_DEVICE)
-    return check(resolve_layout(dataclasses.replace(experiment, parallelism=parallelism, training=training), 1))
+    training = replace(experiment.training, **own)
+    parallelism = replace(experiment.parallelism, **ONE_DEVICE)
+    return check(resolve_layout(replace(experiment, parallelism=parallelism, training=training), 1))
 
 
 def _mean_of_seeds(experiment: Experiment, device: torch.device) -> Coordinates:
     found = []
     for seed in range(experiment.experiment.seed, experiment.experiment.seed + SEEDS):
-        run = dataclasses.replace(experiment, experiment=dataclasses.replace(experiment.experiment, seed=seed))
+        run = replace(experiment, experiment=replace(experiment.experiment, seed=seed))
         found.append(measure_coordinates(run, _batches(run), device))
     return Coordinates(_mean([one.sizes for one in found]), _mean([one.changes for one in found]))
 

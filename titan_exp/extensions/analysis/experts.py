@@ -12,8 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.config.errors.user_error import UserError
@@ -131,7 +129,7 @@ class LayerSpecialization:
 class ExpertClasses:
     """Counts of token classes by expert, filled by `observe`."""
 
-    def __init__(self, model: nn.Module, classifier: TokenClassifier, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, classifier: TokenClassifier, device: torch.device) -> None:
         self._classifier, vocab_size = classifier, classifier.vocab_size
         self._routers = {layer_label(name): router for name, router in routers_of(model)}
         cells = sum(router.moe.experts for router in self._routers.values()) * vocab_size
@@ -175,7 +173,7 @@ class ExpertClasses:
 
         def total(counts: torch.Tensor) -> np.ndarray:
             if mesh.world.size() > 1:
-                dist.all_reduce(counts, group=mesh.cpu_group)
+                torch.distributed.all_reduce(counts, group=mesh.cpu_group)
             return counts.numpy()
 
         classes_of_tokens = total(torch.from_numpy(self._classes_of_tokens.copy()))
@@ -242,7 +240,7 @@ class Experts:
         require_whole_sequences(experiment, "--experts", "tp", "cp")
 
     def begin(
-        self, model: nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
+        self, model: torch.nn.Module, source: OpenCheckpoint, objective: LanguageModeling, mesh: Mesh
     ) -> LanguageModeling:
         """Prepare for a model; returns the same objective."""
         self._classes = ExpertClasses(model, TokenClassifier(tokenizer_of(source)), mesh.device)

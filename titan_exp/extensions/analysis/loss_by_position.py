@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
@@ -67,7 +66,7 @@ class LossByPosition(LanguageModeling):
     def octaves(self, mesh: Mesh) -> list[PositionLoss]:
         """Mean loss by octave over all data ranks; octaves without tokens are left out."""
         sums = self.sums.cpu()
-        dist.all_reduce(sums, group=mesh.cpu_group)
+        torch.distributed.all_reduce(sums, group=mesh.cpu_group)
         losses, tokens = (sums / mesh.loss_replicas).tolist()
         return [
             PositionLoss(2**index // 2, max(2**index - 1, 0), round(count), loss / count)

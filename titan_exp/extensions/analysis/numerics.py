@@ -4,11 +4,9 @@ One batch runs in fp32 and with the recipe, from the same weights. Rounding is e
 else is in fp32, which isolates the recipe's error.
 """
 
-import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_group, to_experiment
 from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.extensions.analysis.usage import NUMERICS
+from titan_exp.extensions.analysis import NUMERICS
 from titan_exp.models.blocks.linear import GroupedLinear, GroupedLinearImpl, Linear
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.models.parametrization.standard import ParameterScale
@@ -150,7 +148,7 @@ def numerics_command(arguments: Sequence[str], run_path: Callable[[str, str], st
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seed, rows = experiment.experiment.seed, experiment.training.micro_batch_size or DEFAULT_SEQUENCES
     layout = {"dp_rank": 0, "dp_degree": 1, "micro_batch_size": rows, "pin_memory": False}
-    with contextlib.closing(TrainLoader(experiment.data, experiment.training, seed, **layout)) as loader:
+    with closing(TrainLoader(experiment.data, experiment.training, seed, **layout)) as loader:
         batch = next(loader).to(device)
     seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
     config = with_mtp_depth(experiment.model, 0)
@@ -204,18 +202,18 @@ def _compose_single_device(
         if saved is not None and not any(key.partition(".")[0] == "data" for key in keys):
             data = load_group(saved / "config.yaml", "data", trust=trust)
         if "data.tokenizer" not in keys and source.tokenizer is not None:
-            data = dataclasses.replace(data, tokenizer=source.tokenizer)
+            data = replace(data, tokenizer=source.tokenizer)
         if "training.seq_len" not in keys:
-            training = dataclasses.replace(training, seq_len=training_length(path, source))
-        experiment = dataclasses.replace(experiment, model=source.model, data=data, training=training)
+            training = replace(training, seq_len=training_length(path, source))
+        experiment = replace(experiment, model=source.model, data=data, training=training)
     if experiment.quantization.recipe == "none":
         raise UserError(f"Name a recipe, for example quantization=float8_rowwise.\n{NUMERICS}")
     rows = experiment.training.micro_batch_size or DEFAULT_SEQUENCES
-    experiment = dataclasses.replace(
+    experiment = replace(
         experiment,
-        parallelism=dataclasses.replace(experiment.parallelism, **ONE_DEVICE),
-        training=dataclasses.replace(experiment.training, micro_batch_size=rows, global_batch_size=rows, batch_ramp=()),
-        quantization=dataclasses.replace(experiment.quantization, emulate=True),
+        parallelism=replace(experiment.parallelism, **ONE_DEVICE),
+        training=replace(experiment.training, micro_batch_size=rows, global_batch_size=rows, batch_ramp=()),
+        quantization=replace(experiment.quantization, emulate=True),
     )
     return check(resolve_layout(experiment, 1))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from titan_exp.config.command_line.options import HELP
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.extensions.analysis.usage import COORDINATES, NUMERICS
+from titan_exp.extensions.analysis import COORDINATES, NUMERICS
 
 SMALL_MODEL = 50_000_000
 """Number of parameters up to which a run ends with a summary of its experts, since this takes only seconds."""

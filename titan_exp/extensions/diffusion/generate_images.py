@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.command_line.verb_options import GenerateOptions
@@ -219,7 +217,7 @@ class Images:
         require_even_shares(setup.encoder.tokens, setup.rows * setup.columns, options.cp)
         model = load_sharded(source, seq_len=tokens, dtype=DTYPES[options.dtype], mesh=mesh)
         images = list(draw(model, setup, options, prompts, mesh))
-        if mesh is not None and dist.get_rank() > 0:
+        if mesh is not None and torch.distributed.get_rank() > 0:
             return []
         run, folder = _run_of(source), Path(options.out or "generated").expanduser()
         if run is not None and not options.out:
@@ -246,7 +244,7 @@ class Images:
 
 
 def draw(
-    model: nn.Module, setup: SamplingSetup, options: Options, prompts: Sequence[str], mesh: Mesh | None = None
+    model: torch.nn.Module, setup: SamplingSetup, options: Options, prompts: Sequence[str], mesh: Mesh | None = None
 ) -> Iterator[np.ndarray]:
     """Draw images [height, width, 3] in uint8, `options.samples` for each prompt. A sample's initial noise is a
     function of the seed and the sample's number only; captions of a split each have their own noise."""

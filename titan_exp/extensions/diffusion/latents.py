@@ -38,6 +38,7 @@ from titan_exp.extensions.diffusion.images import (
     WebDatasetImages,
     aspect_buckets,
 )
+from titan_exp.extensions.diffusion.rendered_images import EmojiImages, GlyphImages
 from titan_exp.extensions.diffusion.samples import EncodedImages, LatentBatch, LatentSamples, Sample, noise_of
 
 ENCODED_TOGETHER = 16  # number of images per call of the codec
@@ -261,12 +262,8 @@ def open_images(source: ImageSource, options: ImageOptions) -> CaptionedImages:
     """Open images. Raises UserError if there are none, or they cannot be read."""
     match source.images:
         case "emoji":
-            from titan_exp.extensions.diffusion.rendered_images import EmojiImages
-
             return EmojiImages(options.size)
         case "glyphs":
-            from titan_exp.extensions.diffusion.rendered_images import GlyphImages
-
             return GlyphImages(options.size)
         case "folder":
             return FolderImages(source.paths, options.caption_key)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from titan_exp.config.checkpoint_files import step_name
 from titan_exp.config.data_files import SPLITS
@@ -66,7 +65,7 @@ class TrainingImages(Part):
         self._noise = rectified_flow.sampling_noise(0, range(len(samples)), tokens, encoded.channels)
         self._times = rectified_flow.sampling_times(STEPS, tokens, shift=options.shift)
         with encoders_of_samples():
-            self._codec = image_codec(encoded.latents) if dist.get_rank() == 0 else None
+            self._codec = image_codec(encoded.latents) if torch.distributed.get_rank() == 0 else None
 
     def begin(self, run: Run) -> None:
         self._folder, self._report = run.folder, run.report

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
@@ -168,7 +167,7 @@ class ReplicaGroups:
 
         self._attempt(receive_header)
         arrived = torch.tensor(int(self._error is None))
-        dist.all_reduce(arrived, op=ReduceOp.MIN, group=self._mesh.cpu_group)
+        torch.distributed.all_reduce(arrived, op=ReduceOp.MIN, group=self._mesh.cpu_group)
         if arrived:
             tensors = prepare(progress)
             self._attempt(lambda: self._receive(source, tensors))
@@ -282,7 +281,7 @@ class ReplicaGroups:
 
     def _from_first_rank(self, value: T) -> T:
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._mesh.cpu_group)
+        torch.distributed.broadcast_object_list(values, src=0, group=self._mesh.cpu_group)
         return values[0]
 
     def _send(self, rank: int, progress: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:

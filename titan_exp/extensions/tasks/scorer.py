@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -78,7 +77,7 @@ class Scorer:
                 self.model.loss_sum(group)
                 PROGRESS.keep_alive()
         sums = objective.sums.cpu()
-        dist.all_reduce(sums, group=self.mesh.cpu_group)
+        torch.distributed.all_reduce(sums, group=self.mesh.cpu_group)
         sums /= self.mesh.loss_replicas
         expected = torch.tensor([len(row.tokens) - row.first for row in rows], dtype=torch.float64)
         assert torch.equal(sums[1], expected), "every token is scored once"

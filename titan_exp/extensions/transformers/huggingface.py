@@ -36,7 +36,7 @@ def spec(config: Config) -> ModelSpec:
 def token_mixing(config: Config) -> str | None:
     """Sentence about a module of the class that mixes tokens outside attention, found by a probe."""
     repository.require_transformers()
-    from titan_exp.extensions.transformers.mixing import token_mixing
+    from titan_exp.extensions.transformers.describe import token_mixing
 
     return token_mixing(config)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
@@ -161,7 +160,7 @@ class LinearImpl(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute x · weightᵀ: [..., inputs] and [outputs, inputs] to [..., outputs]."""
-        return F.linear(x, weight)
+        return nn.functional.linear(x, weight)
 
     def column_parallel(self, x: Tensor, weight: Tensor, ranks: TensorParallelCollectives) -> Tensor:
         """Compute the outputs of this rank's weight rows for all tokens; `x` are this rank's tokens."""
@@ -301,7 +300,7 @@ class GroupedLinear(nn.Module):
             return out
         bias = local_tensor(self.bias)
         if bias.shape[1] < out.shape[1]:
-            bias = F.pad(bias, (self.bias_start, out.shape[1] - self.bias_start - bias.shape[1]))
+            bias = nn.functional.pad(bias, (self.bias_start, out.shape[1] - self.bias_start - bias.shape[1]))
         return add_expert_bias(out, bias, ends, row_weights)
 
     def init_spec(self) -> dict[str, InitSpec]:

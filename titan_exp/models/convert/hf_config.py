@@ -1,9 +1,8 @@
-"""Hugging Face's `config.json` and `generation_config.json`, written from a model config and read back; reports on a
-repository."""
+"""Hugging Face's `config.json`, of transformers or diffusers, and `generation_config.json`, written from a model config
+and read back; reports on a repository."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from titan_exp.config.schema.typed_config import validated
 from titan_exp.models.spec.lookup import mtp_depth
 
 MTP_KEY = "num_nextn_predict_layers"  # key of `config.json` with the number of modules of multi-token prediction
+DIFFUSERS_CLASS = "_class_name"  # key of `config.json` that names the class in diffusers
 ANY_TYPE = "*"  # `model_type` of the family that reads every type that no other family reads
 
 
@@ -37,7 +37,7 @@ class HuggingFace:
     unread: Callable[[Mapping[str, Any]], Iterable[str]] = lambda values: ()
     """Prefixes of tensors that the family does not read, from `config.json`."""
     multimodal_type: str = ""  # `model_type` of a multimodal model whose `text_config` is one of the family's
-    multimodal_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of its language model's tensors, each with the one that the family's own names have instead; tensors
     without such a prefix are not read."""
     offer: str = ""
@@ -79,7 +79,7 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
     try:
         with named_errors(noted, "config.json", f"a {family.model_type}'s"):
             found = family.from_config(noted, name)
-        return validated(type(found), dataclasses.asdict(found), "config.json")
+        return validated(type(found), asdict(found), "config.json")
     except UserError as error:
         if family.model_type != ANY_TYPE:
             raise
@@ -238,7 +238,7 @@ FILE = "model.json"  # file name in the folder of a checkpoint
 
 def to_json(config: ModelConfig, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values for JSON, which `from_json` reads."""
-    return {"model": dataclasses.asdict(config), "special_tokens": dict(special_tokens)}
+    return {"model": asdict(config), "special_tokens": dict(special_tokens)}
 
 
 def from_json(values: Mapping[str, Any], path: Path, trust: bool = False) -> tuple[ModelConfig, dict[str, Any]]:
@@ -252,3 +252,60 @@ def from_json(values: Mapping[str, Any], path: Path, trust: bool = False) -> tup
     require_trust(path, b"", {"model": model}, trust)
     config = validated(config_class("model", model), model, str(path))
     return config, dict(table(values.get("special_tokens") or {}, f"{path}: special_tokens"))
+
+
+@dataclass(frozen=True)
+class Diffusers:
+    """A family's class in diffusers."""
+
+    class_name: str
+    fixed: Mapping[str, object]  # required values of keys in `config.json`; absent keys are accepted
+    to_config: Callable[[Any], dict[str, Any]]
+    from_config: Callable[[Mapping[str, Any], str], ModelConfig]  # the family's config from `config.json` and a name
+    violations: Callable[[Any], Iterable[Violation]] = lambda config: ()
+    """Values of the family's config that `config.json` cannot express."""
+
+
+def to_diffusers(config: ModelConfig) -> dict[str, Any]:
+    """Content of `config.json`. Raises UserError if the file cannot express the model."""
+    family: Diffusers = component("model", config.architecture).diffusers
+    violations = diffusers_violations(config)
+    if violations:
+        raise UserError(f"config.json of {family.class_name} cannot express this model.", violations)
+    return {DIFFUSERS_CLASS: family.class_name, **family.to_config(config)}
+
+
+def diffusers_violations(config: ModelConfig) -> list[Violation]:
+    """Values of a config that `config.json` cannot express."""
+    return list(component("model", config.architecture).diffusers.violations(config))
+
+
+def diffusers_class(config: ModelConfig) -> str:
+    """Name of the model's class in diffusers."""
+    return component("model", config.architecture).diffusers.class_name
+
+
+def from_diffusers(values: Mapping[str, Any], name: str) -> ModelConfig:
+    """Model config from the content of a `config.json`. Raises UserError if no family reads it, or it has parts that
+    the family does not compute."""
+    found = (getattr(component("model", family), "diffusers", None) for family in builtin_components("model"))
+    families: dict[str, Diffusers] = {family.class_name: family for family in found if family is not None}
+    if values.get(DIFFUSERS_CLASS) not in families:
+        raise UserError(
+            f"config.json: {DIFFUSERS_CLASS} is {values.get(DIFFUSERS_CLASS)!r}. We read {listed(families, 'and')}."
+        )
+    family = families[values[DIFFUSERS_CLASS]]
+    for key, wanted in family.fixed.items():
+        if values.get(key, wanted) != wanted:
+            raise UserError(f"config.json: {key}={values[key]!r}, but our {family.class_name} has {key}={wanted!r}.")
+    return family.from_config(values, name)
+
+
+def from_bfl(shapes: Mapping[str, tuple[int, ...]], name: str) -> ModelConfig:
+    """Model config from the tensor shapes of Black Forest Labs' file, which has no `config.json`. Raises UserError if
+    no family reads these tensors."""
+    for family in builtin_components("model"):
+        read = getattr(component("model", family), "from_bfl_shapes", None)
+        if read is not None:
+            return read(shapes, name)
+    raise UserError(f"{name} comes without a config.json. Give a folder that has one beside the weights.")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -71,7 +70,7 @@ class CachedAttention(_Cache):
             how = {"visible": None, "causal": False, "scale": self.core.scale}
             return math_attention_with_sinks(query, *past, sinks=sinks, **how)
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, *past, scale=self.core.scale, enable_gqa=grouped)
+        return nn.functional.scaled_dot_product_attention(query, *past, scale=self.core.scale, enable_gqa=grouped)
 
 
 class LatentCache(_Cache):
@@ -122,7 +121,7 @@ class RecurrentCache(_Cache):
     ) -> Float[Tensor, "batch new channels"]:
         """Convolve new tokens with those before them. The first call takes several tokens, later ones take one each."""
         if self.filled == 0:
-            self._inputs = F.pad(x, (0, 0, weight.shape[1] - 1, 0))[:, x.shape[1] :]
+            self._inputs = nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0))[:, x.shape[1] :]
             return short_convolution(x, weight, None)
         assert self._inputs is not None
         assert x.shape[1] == 1, "later calls take one token"

@@ -8,9 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.blocks.linear import Linear
@@ -56,7 +54,7 @@ class GatheredRopeOrder(layers.RegionModule):
 class Ranks:
     """Tensor-parallel ranks that share a model."""
 
-    axis: DeviceMesh
+    axis: torch.distributed.DeviceMesh
     region: layers.TensorParallelGroup
     shards: int  # data ranks among which FSDP shards every parameter afterwards
     loss_parallel: bool
@@ -303,7 +301,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     spec: ModelSpec | None = getattr(model, "spec", None)
     of_rank = axis.size(), axis.get_local_rank(), sequence_parallel, spec is None or spec.computes_per_sequence
     # Beside NCCL, gloo is for a CPU only; a fake process group stands for NCCL's.
-    as_bytes = mesh.device.type == "cpu" and dist.get_backend(group) != "fake"
+    as_bytes = mesh.device.type == "cpu" and torch.distributed.get_backend(group) != "fake"
     region = layers.TensorParallelGroup(group.group_name, *of_rank, float8_as_bytes=as_bytes)
     ranks = Ranks(axis, region, mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1), loss_parallel)
     for name, module in list(model.named_modules()):
@@ -364,6 +362,6 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     ]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=mesh.tp_group)
+        torch.distributed.all_reduce(flat, group=mesh.tp_group)
         for gradient, summed in zip(gradients, flat.split([grad.numel() for grad in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))

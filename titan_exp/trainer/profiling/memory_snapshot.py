@@ -6,7 +6,6 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.config.groups.run import ProfilingConfig
@@ -139,7 +138,7 @@ class MemorySnapshot(Part):
     isolated = False  # it runs nothing of a model's
 
     def __init__(self, step: int, folder: Path, state: TrainState) -> None:
-        self._step, self._folder, self._rank, self._state = step, folder, dist.get_rank(), state
+        self._step, self._folder, self._rank, self._state = step, folder, torch.distributed.get_rank(), state
         self._device = state.mesh.device
 
     def begin(self, run: Run) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -306,7 +304,7 @@ class PhaseMarker(StepObserver):
     def action_begin(self, action: Action) -> None:
         self._begin(f"{action.kind} stage {action.stage} micro-batch {action.microbatch}")
 
-    def action_end(self, action: Action, result: Tensor | None) -> None:
+    def action_end(self, action: Action, result: torch.Tensor | None) -> None:
         """Leave the communication between actions unmarked."""
         self.end()
 
@@ -334,7 +332,7 @@ class ProfileWindow(Part):
     isolated = False  # it runs nothing of a model's
 
     def __init__(self, config: ProfilingConfig, folder: Path, device: torch.device) -> None:
-        self.config, self.folder, self.rank, self.device = config, folder, dist.get_rank(), device
+        self.config, self.folder, self.rank, self.device = config, folder, torch.distributed.get_rank(), device
         self._profiler: profile | None = None
         self._stack = ExitStack()
 

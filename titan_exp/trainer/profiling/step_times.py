@@ -3,13 +3,12 @@ for each other in every step, so wall time is the same on all of them. We measur
 lengthen: data loading, processor time of the main thread (the computation on a CPU, kernel launches with a GPU), and a
 small matmul on the device."""
 
-import contextlib
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -166,7 +165,7 @@ def set_compile_cache(folder: RunFolder, run_name: str) -> None:
     keyed by a hash of the graph, torch's version and its settings, so runs and ranks share them safely. torch unpickles
     and executes them, so users do not share them. torch never deletes them."""
     if VARIABLE not in os.environ:
-        with contextlib.suppress(UserError, OSError):  # another user's: torch's own default then
+        with suppress(UserError, OSError):  # another user's: torch's own default then
             # Not in `.cache`, whose owner could replace it.
             os.environ[VARIABLE] = str(own_folder(_runs_of(folder, run_name) / f".compile-{os.geteuid()}"))
 

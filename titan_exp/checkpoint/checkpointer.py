@@ -11,10 +11,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from titan_exp.checkpoint import load_state
 from titan_exp.checkpoint.async_save import AsyncSaver
 from titan_exp.checkpoint.background_upload import CONFIG, STOP_SECONDS, BackgroundUploader, RemoteRun, steps_to_upload
 from titan_exp.checkpoint.download import download_newer
+from titan_exp.checkpoint.load_state import (
+    PROGRESS_KEY,
+    WEIGHTS_ONLY_KEY,
+    RestoredState,
+    average_state_dict,
+    encode_json,
+    load_initial_weights,
+    load_state,
+    model_state_dict,
+    read_progress,
+    training_state_dict,
+)
 from titan_exp.checkpoint.optimizer_state import differing_between_ranks
 from titan_exp.checkpoint.remote_folder import RemoteError
 from titan_exp.checkpoint.retention import CheckpointFolder, SaveFailures
@@ -120,13 +131,10 @@ class Checkpointer:
             text = "the checkpoints in %s are gone. Until that of step %d is complete, an interrupted run %s"
             get_logger().warning(text, self.folder.path, step, "starts from the beginning")
         if weights_only:
-            weights = {**load_state.model_state_dict(parts), **load_state.average_state_dict(parts, optimizer)}
-            state = {
-                **weights,
-                load_state.PROGRESS_KEY: load_state.encode_json({**progress, load_state.WEIGHTS_ONLY_KEY: True}),
-            }
+            weights = {**model_state_dict(parts), **average_state_dict(parts, optimizer)}
+            state = {**weights, PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
         else:
-            state = {**load_state.training_state_dict(parts, optimizer, data, progress), **other_worlds}
+            state = {**training_state_dict(parts, optimizer, data, progress), **other_worlds}
             self._name_differing(differing_between_ranks(state, self._group))
         writer = PublishingWriter(self.folder, step)
         save = self._pending = _PendingSave(step, begin, self._clock())
@@ -250,10 +258,10 @@ class Checkpointer:
 
     def load(
         self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, keeps: Collection[str] = ()
-    ) -> load_state.RestoredState:
+    ) -> RestoredState:
         """Load a checkpoint, saved in any layout, into the model (or its parts on this rank) and the optimizer. A
         weights-only one restores weights and progress; `keeps` is as in `load_state`."""
-        restored = load_state.load_state(self.folder.path_of(step), parts, optimizer, keeps)
+        restored = load_state(self.folder.path_of(step), parts, optimizer, keeps)
         self._newest = self.durable = step
         return restored
 
@@ -264,7 +272,7 @@ class Checkpointer:
     def read_parent(self, path: Path) -> dict[str, Any]:
         """Verify the checkpoint of another run and read its progress. Raises UserError if it is damaged."""
         require_intact(path, self._group)
-        return load_state.read_progress(path)
+        return read_progress(path)
 
     def load_initial_weights(self, parts: Sequence[nn.Module], local_path: str | None = None) -> None:
         """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`. `local_path` is the
@@ -275,7 +283,7 @@ class Checkpointer:
         if path is None:
             raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint at this path")
         require_intact(path, self._group)
-        load_state.load_initial_weights(path, parts, self.config.initial_exclude, self._group)
+        load_initial_weights(path, parts, self.config.initial_exclude, self._group)
 
     def _name_differing(self, keys: Sequence[str]) -> None:
         """Log once which optimizer state of a resumed run comes from a single rank."""

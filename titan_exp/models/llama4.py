@@ -18,15 +18,21 @@ from titan_exp.models.convert.hf_keys import (
     huggingface_class,
     rope_keys,
 )
-from titan_exp.models.spec import transformer
 from titan_exp.models.spec.mixers import QueryTemperature
 from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 from titan_exp.models.spec.moe import MoEConfig, MoEVariant
 from titan_exp.models.spec.rope import RopeConfig
+from titan_exp.models.spec.transformer import (
+    AttentionVariant,
+    TransformerConfig,
+    moe_transformer_layer,
+    transformer_layer,
+    transformer_spec,
+)
 
 
 @dataclass(frozen=True)
-class Config(transformer.TransformerConfig):
+class Config(TransformerConfig):
     """Shape of a Llama 4; `ffn_dim` is that of dense layers."""
 
     rope: RopeConfig
@@ -55,22 +61,22 @@ class Config(transformer.TransformerConfig):
 
 def spec(config: Config) -> ModelSpec:
     """Spec: layers with chunks or without RoPE, dense or with experts."""
-    return transformer.transformer_spec(config, tuple(_layer(config, layer) for layer in range(config.layers)))
+    return transformer_spec(config, tuple(_layer(config, layer) for layer in range(config.layers)))
 
 
 def _layer(config: Config, layer: int) -> LayerSpec:
     std = config.init_std
     if (layer + 1) % config.nope_every == 0:
         temperature = QueryTemperature(config.temperature, config.temperature_floor) if config.temperature else None
-        attention = transformer.AttentionVariant(rope=False, temperature=temperature)
+        attention = AttentionVariant(rope=False, temperature=temperature)
     else:
-        attention = transformer.AttentionVariant(
+        attention = AttentionVariant(
             chunk=config.chunk, rotated_norm_eps=config.norm_eps if config.rotated_norm else None
         )
     if (layer + 1) % config.moe_every:
-        return transformer.transformer_layer(config, out_std=std, attention=attention)
+        return transformer_layer(config, out_std=std, attention=attention)
     experts = MoEVariant(weighted_inputs=True)
-    return transformer.moe_transformer_layer(config, config.moe, out_std=std, attention=attention, experts=experts)
+    return moe_transformer_layer(config, config.moe, out_std=std, attention=attention, experts=experts)
 
 
 STATE_DICTS = {

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_exp.checkpoint import load_state
 from titan_exp.checkpoint.checkpoint_cache import local_copy
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, load_hf_sharded
+from titan_exp.checkpoint.load_state import (
+    WEIGHTS_ONLY_KEY,
+    RestoredState,
+    is_training_state,
+    load_state,
+    read_progress,
+)
 from titan_exp.config import checkpoint_files
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -52,7 +58,7 @@ def _log_lineage(folder: RunFolder) -> None:
         get_logger().info("continued from %s", ancestor.lineage)
 
 
-def _load_parent_state(trainer: Training, lineage: Lineage | None) -> tuple[load_state.RestoredState, Lineage]:
+def _load_parent_state(trainer: Training, lineage: Lineage | None) -> tuple[RestoredState, Lineage]:
     """Load the checkpoint of `checkpoint.continue_from` into the model and the optimizer. `lineage` is an earlier
     start's, whose step is loaded again. Raises UserError if there is no whole checkpoint that fits."""
     experiment, checkpointer, config = trainer.experiment, trainer.checkpointer, trainer.experiment.checkpoint
@@ -77,12 +83,12 @@ def _load_parent_state(trainer: Training, lineage: Lineage | None) -> tuple[load
     found += state_misfits(saved, config, experiment.paths, experiment.optimizer, experiment.experiment)
     if found:
         raise UserError("This run cannot continue.", found)
-    if progress.get(load_state.WEIGHTS_ONLY_KEY):
+    if progress.get(WEIGHTS_ONLY_KEY):
         raise UserError(
             f"{given}: its checkpoint of step {progress['step']} holds weights only (checkpoint.last=weights). Start a "
             f"new run from them: checkpoint.continue_from=null checkpoint.initial={location}"
         )
-    restored = load_state.load_state(path, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
+    restored = load_state(path, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
     return restored, Lineage(location, progress["step"], progress["tokens"])
 
 
@@ -96,7 +102,7 @@ def require_same_function(experiment: Experiment, path: str) -> None:
     given = given_weights(config.initial, folder, experiment.model)
     if given is None:
         with suppress(KeyError):  # a checkpoint of another tool
-            given = from_config(config.initial, load_state.read_progress(folder)["config"])
+            given = from_config(config.initial, read_progress(folder)["config"])
     if given is None:
         reason = "nothing beside the weights describes their model, so we compare only names and shapes"
         get_logger().warning("checkpoint.initial: %s", reason)
@@ -139,7 +145,7 @@ def adopt_progress(trainer: Training, progress: Mapping[str, Any]) -> None:
 def _continue_own(trainer: Training, step: int) -> None:
     restored = trainer.checkpointer.load(step, trainer.model.parts, trainer.optimizer, trainer.parts.keeps)
     adopt_progress(trainer, restored.progress)
-    if not restored.progress.get(load_state.WEIGHTS_ONLY_KEY):
+    if not restored.progress.get(WEIGHTS_ONLY_KEY):
         trainer.loader.load_state_dict(restored.data)
     elif not trainer.is_over:
         raise UserError(
@@ -278,7 +284,7 @@ def _building(
 def _read_weights(source: OpenCheckpoint, model: nn.Module, rows: Rows) -> None:
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
-            if load_state.is_training_state(name):
+            if is_training_state(name):
                 continue
             raise UserError(f"{source.path} lacks {name}, a parameter of the model {source.model.name}.")
         if name in rows:

@@ -11,7 +11,13 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import attention
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.torch_features import ATTENTION_BACKEND, FLASH_PACKAGES, auto_backend
@@ -22,13 +28,13 @@ Ids = Int[Tensor, "batch seq"]
 
 AttentionBackend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
 
-SDPA_BACKENDS: dict[str, attention.SDPBackend] = {
-    "cudnn": attention.SDPBackend.CUDNN_ATTENTION,
-    "flash": attention.SDPBackend.FLASH_ATTENTION,
-    "fa3": attention.SDPBackend.FLASH_ATTENTION,
-    "fa4": attention.SDPBackend.FLASH_ATTENTION,
-    "efficient": attention.SDPBackend.EFFICIENT_ATTENTION,
-    "math": attention.SDPBackend.MATH,
+SDPA_BACKENDS: dict[str, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "fa3": SDPBackend.FLASH_ATTENTION,
+    "fa4": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 
 ONE_WIDTH = ("flash", "fa3", "fa4")
@@ -80,8 +86,8 @@ def activate(backend: str, device: torch.device) -> None:
     if the package does not run on this device, or cannot be imported."""
     package = FLASH_PACKAGES.get(backend)
     if package is None:
-        if attention.current_flash_attention_impl() is not None:
-            attention.restore_flash_attention_impl()
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
         return
     if device.type != "cuda":
         raise _refused(backend, f"{package.title} needs a GPU, and this run uses a {device.type.upper()}")
@@ -91,7 +97,7 @@ def activate(backend: str, device: torch.device) -> None:
         supported = " or ".join(f"{number}.0" for number in package.majors)
         raise _refused(backend, f"{package.title} needs CUDA capability {supported}, and {name} has {major}.{minor}")
     try:
-        attention.activate_flash_attention_impl(package.implementation)
+        activate_flash_attention_impl(package.implementation)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         # The installed package may be built for another torch or CUDA.
         raise _refused(backend, f"{package.title} does not load here: {error}") from error
@@ -237,7 +243,7 @@ class CausalAttention(nn.Module):
             value = nn.functional.pad(value, (0, key.shape[-1] - width))
         # cuDNN refuses a single key, such as an empty prompt's.
         kernel = "math" if self.backend == "cudnn" and key.shape[2] == 1 else self.backend
-        with attention.sdpa_kernel(SDPA_BACKENDS[kernel]):
+        with sdpa_kernel(SDPA_BACKENDS[kernel]):
             out = nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )

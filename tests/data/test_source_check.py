@@ -14,10 +14,12 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.run import DataConfig
 from titan_exp.config.groups.types import PositiveInt
 from titan_exp.config.schema.typed_config import typed_options
+from titan_exp.config.study.points import Point
 from titan_exp.data import source_check
 from titan_exp.data.source_check import check_source
 from titan_exp.data.sources.base import build_source, fingerprint
 from titan_exp.launch.run_plan import plan_run
+from titan_exp.launch.sweep.sweep_plan import plan_sweep
 
 
 class Notes(OwnTable):
@@ -124,6 +126,17 @@ def test_a_built_in_source_is_opened_by_the_launcher(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("titan_exp.data.sources.python_stdlib._modules", lambda root: iter(()))
     with pytest.raises(UserError, match="this Python comes without the source of its library"):
         plan_run(run)
+
+
+def test_points_of_a_sweep_open_a_source_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    run = experiment(source="python_stdlib")
+    run = replace(run, paths=replace(run.paths, runs=str(tmp_path)))
+    runs = {f"seed={seed}": replace(run, experiment=replace(run.experiment, seed=seed)) for seed in range(3)}
+    runs["other"] = replace(run, data=replace(run.data, validation_fraction=0.25))
+    opened, build = list[DataConfig](), source_check.build_source
+    monkeypatch.setattr(source_check, "build_source", lambda config: [opened.append(config), build(config)][1])
+    plan_sweep([Point((), label) for label in runs], lambda point: runs[point.label], skip=False)
+    assert opened == [run.data, runs["other"].data]
 
 
 def test_the_source_of_the_guide(folder: str, tmp_path: Path):

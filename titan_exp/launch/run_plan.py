@@ -220,9 +220,15 @@ def rate_after_decay(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:
+def plan_run(
+    experiment: Experiment,
+    overrides: Sequence[str] = (),
+    folder: RunFolder | None = None,
+    opened: set[str] | None = None,
+) -> RunPlan:
     """Check an experiment, resolve its layout and compute its ids; writes nothing. `folder` is that of an existing run,
-    which may have been moved. Raises UserError if the run cannot start, holds credentials, or has no canonical JSON."""
+    which may have been moved. Runs that are planned together share `opened`, so that each source is opened once. Raises
+    UserError if the run cannot start, holds credentials, or has no canonical JSON."""
     # This comes before the rules, whose messages quote values.
     refuse_secrets(to_dict(experiment))
     experiment = _with_parent(_with_initial(experiment))
@@ -243,11 +249,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     refuse_other_data(resolved, run_folder)
     state = run_folder.read_state()
     if resolved.data.source in sources() and (state is None or state.state != "done"):  # the gate opens your own
-        from titan_exp.data.source_check import check_source  # imports NumPy, which --help does not need
-
-        check_source(resolved.data, evaluates=resolved.evaluation.enabled)
-        for found in validation_sets(resolved).values() if resolved.evaluation.enabled else ():
-            check_source(found.data, evaluates=False)
+        _open_sources(resolved, set() if opened is None else opened)
     return RunPlan(
         resolved,
         tuple(overrides),
@@ -257,6 +259,18 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
         compilation=tuple(compilation(experiment)),
         fills_node=experiment.parallelism.dp_shard == -1 and resolved.parallelism.dp_shard > 1,
     )
+
+
+def _open_sources(experiment: Experiment, opened: set[str]) -> None:
+    """Check the sources of an experiment that are not among the `opened` ones, and add them."""
+    from titan_exp.data.source_check import check_source  # imports NumPy, which --help does not need
+
+    evaluates = experiment.evaluation.enabled
+    sets = validation_sets(experiment).values() if evaluates else ()
+    for data, splits in ((experiment.data, evaluates), *((found.data, False) for found in sets)):
+        if (key := repr((data, splits))) not in opened:
+            check_source(data, evaluates=splits)
+            opened.add(key)
 
 
 def plan_relaunch(folder: RunFolder, trust: bool = False) -> RunPlan:

@@ -54,7 +54,7 @@ def plan_sweep(
     """Plan every point; `compose` raises UserError for an invalid point. With `skip`, points that break a rule are left
     out. Raises one UserError that lists all points that cannot run, or if no point is left; `where` follows "n points".
     """
-    planned: dict[object, PlannedPoint] = {}
+    planned, opened = dict[object, PlannedPoint](), set[str]()
     duplicates, skipped, refused = list[PlannedPoint](), list[SkippedPoint](), list[tuple[Point, UserError]]()
     for point in points:
         if point.excluded is not None:
@@ -63,7 +63,7 @@ def plan_sweep(
         experiment = None
         try:
             experiment = compose(point)
-            entry = PlannedPoint(point, plan_run(experiment, point.overrides))
+            entry = PlannedPoint(point, plan_run(experiment, point.overrides, opened=opened))
         except UserError as error:
             if skip and experiment is not None:
                 reason = "\n".join(str(violation) for violation in error.violations)

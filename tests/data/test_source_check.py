@@ -133,8 +133,8 @@ def test_points_of_a_sweep_open_a_source_once(monkeypatch: pytest.MonkeyPatch, t
     run = replace(run, paths=replace(run.paths, runs=str(tmp_path)))
     runs = {f"seed={seed}": replace(run, experiment=replace(run.experiment, seed=seed)) for seed in range(3)}
     runs["other"] = replace(run, data=replace(run.data, validation_fraction=0.25))
-    opened, build = list[DataConfig](), source_check.build_source
-    monkeypatch.setattr(source_check, "build_source", lambda config: [opened.append(config), build(config)][1])
+    opened, files = list[DataConfig](), source_check.open_files
+    monkeypatch.setattr(source_check, "open_files", lambda config: [opened.append(config), files(config)][1])
     plan_sweep([Point((), label) for label in runs], lambda point: runs[point.label], skip=False)
     assert opened == [run.data, runs["other"].data]
 

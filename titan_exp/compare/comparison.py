@@ -16,7 +16,7 @@ from titan_exp.compare.compared_metrics import (
     flatten,
     has_failed,
 )
-from titan_exp.compare.runs import ComparedRun, Row, Selection, StudyRecord, finite
+from titan_exp.compare.runs import ComparedRun, Row, Selection, finite
 from titan_exp.compare.statistics import Delta, difference, estimate, holm
 from titan_exp.compare.study_outcome import LadderOutcome, Learnt, climb, learn, rank
 from titan_exp.compare.tuning import Tuning, tune
@@ -24,6 +24,7 @@ from titan_exp.config.errors.user_error import UserError, did_you_mean, shown
 from titan_exp.config.extension import loaded
 from titan_exp.config.study.labels import spelled, words_of
 from titan_exp.launch.evidence import PairedRun, Standing, standing_of
+from titan_exp.launch.run_lookup import StudyRecord
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run_folder import has_diverged

@@ -5,93 +5,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titan_exp.compare.statistics import Delta, Estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.config.foreign_file import of_kind
-from titan_exp.config.study.ladder import LadderRung
 from titan_exp.launch.executor import summarize_worlds
-from titan_exp.launch.ledger import Registration
-from titan_exp.launch.run_lookup import LadderRecord, RoundsRecord, find_runs, sweep_command
+from titan_exp.launch.run_lookup import StudyRecord, find_runs, study_record
 from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder import run_folder
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
 from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow
 from titan_exp.tracking.run_folder.run import Lineage, PredictedMetrics, Run, RunStatus, read_history
-
-
-@dataclass(frozen=True)
-class StudyPoint:
-    """Point of a study; releases before a field have none."""
-
-    run_id: str
-    variant: str  # varied values, without the seed
-    label: str = ""
-    choices: Mapping[str, str] = field(default_factory=dict)  # name of the chosen value by named list
-    seed: int | None = None
-    round: int = 1  # rung or batch, from 1
-    rung: LadderRung | None = None  # size and length of a point of a ladder
-
-
-@dataclass(frozen=True)
-class StudyRecord:
-    """Study as recorded at launch; runs started by hand have none."""
-
-    name: str = ""  # name of the study: `experiment.name` of its runs
-    question: str = ""
-    points: tuple[StudyPoint, ...] = ()
-    baseline: str | None = None  # variant of the baseline
-    metrics: Mapping[str, str] = field(default_factory=dict)  # better direction, `min` or `max`, by metric
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys that a named list sets together
-    skipped: Mapping[str, str] = field(default_factory=dict)  # skip reasons, by point label
-    others: tuple[StudyPoint, ...] = ()  # points of earlier calls that the last one did not ask for
-    removed: tuple[StudyPoint, ...] = ()  # points that the study's file no longer has
-    size: str = ""
-    typed: tuple[str, ...] = ()
-    rounds: RoundsRecord = field(default_factory=RoundsRecord)  # metric and direction that decide, rungs, kept fraction
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kind and bounds of each range, by key
-    tune: str = ""  # key over which each group is tuned
-    registered: Registration | None = None  # question, as registered before the first run
-    dropped: str = ""  # reason for ending the question between looks; empty if it goes on, or ended at a look
-    ladder: LadderRecord | None = None
-
-    @cached_property
-    def by_run(self) -> Mapping[str, StudyPoint]:
-        """Points by run id."""
-        return {point.run_id: point for point in self.points}
-
-    @property
-    def command(self) -> str:
-        """Last call, as typed."""
-        return sweep_command(self.name, self.size, self.typed)
-
-    @property
-    def rungs(self) -> Sequence[str]:
-        """Rungs of successive halving; empty without halving."""
-        return self.rounds.get("rungs", ())
-
-    @property
-    def is_adaptive(self) -> bool:
-        """True for a search or successive halving."""
-        return bool(self.rounds or self.parameters)
-
-
-def study_record(values: dict[str, Any]) -> StudyRecord:
-    """Fields that we read: every release writes further ones, and earlier ones lack some."""
-    lists = {key: values[key] for key in ("points", "others", "removed") if isinstance(values.get(key), list)}
-    points = {key: [_known_fields(StudyPoint, point) for point in found] for key, found in lists.items()}
-    return of_kind(StudyRecord, _known_fields(StudyRecord, {**values, **points}))
-
-
-def _known_fields(kind: Any, value: Any) -> Any:
-    return (
-        {one.name: value[one.name] for one in fields(kind) if one.name in value} if isinstance(value, dict) else value
-    )
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from titan_exp.compare.compared_metrics import DifferingKeys, value_text
-from titan_exp.compare.runs import ComparedRun, Row, StudyRecord
+from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import Multiplier, Rung, ScalingLaw, compute_multiplier, fit, hold_out
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.training import sequences_after
+from titan_exp.launch.run_lookup import StudyRecord
 from titan_exp.tracking.display import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run_folder import has_diverged

@@ -216,7 +216,7 @@ def _process_hours(run: Run, status: RunStatus) -> float:
 
 def rung_lines(record: StudyRecord, study: StudyFolder) -> Iterator[str]:
     """One line per rung: its steps, its runs' states, and the number of parents; none without halving."""
-    rungs = record.rounds.get("rungs", ())
+    rungs = record.rungs
     statuses = run_statuses([study.run(point) for point in record.points]) if rungs else {}
     for number in range(1, len(rungs) + 1):
         points = [point for point in record.points if point.round == number]

@@ -127,6 +127,11 @@ def summarize_worlds(folder: RunFolder) -> WorldsSummary | None:
     return None if launch is None else launch.summarize(folder)
 
 
+def size_in_words(nodes: int, tasks: int) -> str:
+    """Nodes, and processes on each, in words."""
+    return f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+
+
 NOT_CANCELLED = "not cancelled"
 """First words of an `Executor.cancel` message about a run that it leaves running or queued."""
 
@@ -156,8 +161,7 @@ class RunPlan:
     @property
     def size(self) -> str:
         """Nodes and processes, in words."""
-        nodes, tasks = self.layout.nodes, min(self.layout.world_size, self.layout.node_size)
-        size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+        size = size_in_words(self.layout.nodes, min(self.layout.world_size, self.layout.node_size))
         worlds = self.layout.cluster.worlds
         return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"
 

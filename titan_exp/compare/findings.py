@@ -13,7 +13,7 @@ from titan_exp.compare.compared_metrics import Metric, differing_keys
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
-from titan_exp.config.errors.user_error import listed
+from titan_exp.config.errors.user_error import listed, some_of
 from titan_exp.config.schema.data_sets import BITS, DOCUMENTS, LOSS, WHOLE
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.study import FEWEST_PAIRS
@@ -368,8 +368,7 @@ def _about_states(comparison: Comparison) -> Iterator[str]:
         elif not comparison.budget.reached(run):
             behind.append(_row_of(comparison, run.run_id))
     if behind:
-        has, more = "has" if len(behind) == 1 else "have", len(behind) - NAMED
-        names = listed([*behind[:NAMED], *[f"{more} more"][: max(more, 0)]], "and")
+        has, names = "has" if len(behind) == 1 else "have", some_of(behind, NAMED)
         yield f"{format_items(len(behind), 'run')} {has} not seen so many tokens and {has} no number here: {names}."
     for row in comparison.rows:
         for metric in comparison.metrics:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.compare.statistics import Delta, Estimate
-from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError, some_of
 from titan_exp.launch.executor import summarize_worlds
 from titan_exp.launch.run_lookup import StudyRecord, find_runs, study_record
 from titan_exp.launch.run_status import run_statuses
@@ -203,7 +203,11 @@ def select(names: Sequence[str], runs: Path) -> Selection:
     looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or no matching run
     can be read."""
     if not names:
-        raise UserError(f"Name a study, or run folders, ids or patterns. {_offer(runs)}")
+        studies = [path.name for path in sorted(runs.glob("*")) if run_folder.readable_runs(path)]
+        here = f"{runs} holds {some_of(studies)}" if studies else f"{runs} contains no runs"
+        raise UserError(
+            f"Name a study, or run folders, ids or patterns. {here}. To look elsewhere, add paths.runs=FOLDER."
+        )
     found = [folder for name in names for folder in _folders(name, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
@@ -241,13 +245,13 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
     there = {path.name: path for path in folders}
     if study.skipped:
         reasons = [f"{label} ({reason.strip().splitlines()[-1].strip()})" for label, reason in study.skipped.items()]
-        notes.append(f"{format_items(len(reasons), 'point')} of the study cannot run: {_some(reasons)}.")
+        notes.append(f"{format_items(len(reasons), 'point')} of the study cannot run: {some_of(reasons)}.")
     missing = [point for run_id, point in study.by_run.items() if run_id not in there]
     others = [name for name in there if name not in study.by_run]
     if missing:
         seeds = ["" if point.seed is None else f" seed={point.seed}" for point in missing]
         labels = [f"{point.variant or point.run_id}{seed}" for point, seed in zip(missing, seeds, strict=True)]
-        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet (new): {_some(labels)}.")
+        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet (new): {some_of(labels)}.")
     earlier, removed = ({point.run_id: point.label for point in points} for points in (study.others, study.removed))
     left_out = {
         f"not in the last call ({study.command})": earlier,
@@ -258,7 +262,7 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
         names = [label for name, label in labels.items() if name in others]
         if names:
             runs = format_items(len(names), "run")
-            notes.append(f"{runs} left out, {reason}: {_some(names)}. Name a run to include it.")
+            notes.append(f"{runs} left out, {reason}: {some_of(names)}. Name a run to include it.")
     run_ids = [run_id for run_id in study.by_run if run_id in there]
     found = [there[run_id] for run_id in run_ids]
     if study.rungs and found:
@@ -289,15 +293,3 @@ def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[ComparedRun]:
 def _relative(folder: Path) -> Path:
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
-
-
-def _offer(runs: Path, word: str = "") -> str:
-    studies = [path.name for path in sorted(runs.glob("*")) if run_folder.readable_runs(path)]
-    if not studies:
-        return f"{runs} contains no runs. To look elsewhere, add paths.runs=FOLDER."
-    return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}. To look elsewhere, add paths.runs=FOLDER."
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = len(names) - most
-    return listed(names, "and") if more <= 0 else f"{', '.join(names[:most])} and {more} more"

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_exp.config.devices import device_type
@@ -56,7 +56,7 @@ def _template() -> "Template":
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters["quote"] = shlex.quote
-    return environment.from_string(files(__package__).joinpath("job.sh.jinja").read_text(encoding="utf-8"))
+    return environment.from_string(Path(__file__).with_name("job.sh.jinja").read_text(encoding="utf-8"))
 
 
 def render(script: Script) -> str:

@@ -96,17 +96,14 @@ class SlurmExecutor(RemoteExecutor):
             raise UserError(f"{what}. {remedy}.")
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Submit runs that are not done, queued or running, without waiting for them."""
         self._require_login_node(plans)
         return super().submit(plans, options)
 
     def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:
-        """Submit an array for each group of runs with equal resources."""
         for group in group_by_resources(plans):
             yield from _submit_group(self, Batch(plans[0].runs, group, snapshot))
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
-        """Submit one run."""
         (submission,) = self.start_runs([plan], snapshot)
         return submission
 
@@ -177,19 +174,16 @@ class SlurmExecutor(RemoteExecutor):
         return lines
 
     def rank_info(self) -> RankInfo | None:
-        """Rank from srun's environment."""
         rank = srun_rank()
         if rank is not None:
             forget_torchrun()
         return rank
 
     def join_world(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
-        """Join as a rank of the job's world."""
         number = os.environ.get(GROUP)
         return None if number is None or rank.token is None else several_worlds().join(folder, rank, int(number))
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Write rank 0's address into the attempt's log folder."""
         publish_rendezvous(folder, rank)
 
     def existing(self, plan: RunPlan, status: JobStatus | None, snapshot: CodeSnapshot) -> Submission | None:

@@ -26,8 +26,6 @@ from titan_exp.config.study.labels import spelled, words_of
 from titan_exp.launch.evidence import PairedRun, Standing, standing_of
 from titan_exp.launch.run_lookup import StudyRecord
 from titan_exp.tracking.display import format_items
-from titan_exp.tracking.run_folder.metrics_jsonl import final_value
-from titan_exp.tracking.run_folder.run_folder import has_diverged
 
 COUNTED = ("done", "running", "unknown", "preempted")
 """Run states that may limit the budget; runs in other states ended early."""
@@ -246,9 +244,9 @@ def _standing(runs: Sequence[ComparedRun], study: StudyRecord | None) -> Standin
     for run in runs:
         point = study.by_run.get(run.run_id)
         if point is not None and point.seed is not None:
-            value = final_value(run.rows, one.metric) if run.state == "done" else None
-            value = math.nan if has_diverged(run.state, run.reason) else value
-            found[point.variant, point.seed] = PairedRun(value, run.tokens - run.begins, run.device_seconds)
+            found[point.variant, point.seed] = PairedRun(
+                run.final(one.metric), run.tokens - run.begins, run.device_seconds
+            )
     return standing_of(one, found, study.dropped)
 
 

@@ -16,7 +16,7 @@ from titan_exp.launch.run_lookup import StudyRecord, find_runs, study_record
 from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder import run_folder
-from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, final_value
 from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow
 from titan_exp.tracking.run_folder.run import Lineage, PredictedMetrics, Run, RunStatus, read_history
 
@@ -81,6 +81,12 @@ class ComparedRun:
     def step(self) -> int:
         """Optimizer steps at the last row."""
         return int(self.rows[-1]["step"] or 0) if self.rows else 0
+
+    def final(self, metric: str) -> float | None:
+        """Metric at the end of a run that is done; NaN if it diverged, None if it goes on or failed."""
+        if run_folder.has_diverged(self.state, self.reason):
+            return math.nan
+        return final_value(self.rows, metric) if self.state == "done" else None
 
     def series(self, key: str, up_to: float = math.inf, *, above: float = -1.0) -> tuple[list[float], list[float]]:
         """Known values of a metric with their token counts, above `above` and up to `up_to` tokens."""

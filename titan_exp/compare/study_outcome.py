@@ -142,7 +142,7 @@ def climb(runs: Sequence[ComparedRun], study: StudyRecord) -> LadderOutcome | No
     rows, notes = _rows(runs, study, arms), list[str]()
     if not rows:
         return None
-    if missing := study.ladder.runs - sum(_loss(run, metric) is not None for run in runs):
+    if missing := study.ladder.runs - sum(run.final(metric) is not None for run in runs):
         notes.append(f"The ladder waits for {format_items(missing, 'run')}. All numbers are without what is missing.")
     if diverged := sum(row.diverged for row in rows):
         notes.append(f"{format_items(diverged, 'run')} diverged. We fit the law without their rungs.")
@@ -180,18 +180,11 @@ def climb(runs: Sequence[ComparedRun], study: StudyRecord) -> LadderOutcome | No
     return LadderOutcome(metric, arms, tuple(rows), numbers, test, beyond, multiplier, tuple(notes), curves)
 
 
-def _loss(run: ComparedRun, metric: str) -> float | None:
-    """Final loss of a run that is done; NaN if it diverged, None if it goes on or failed."""
-    if has_diverged(run.state, run.reason):
-        return math.nan
-    return final_value(run.rows, metric) if run.state == "done" else None
-
-
 def _rows(runs: Sequence[ComparedRun], study: StudyRecord, arms: Sequence[str]) -> list[LadderRow]:
     assert study.ladder is not None
     found: dict[tuple[int, int], LadderRow] = {}
     for run in runs:
-        point, loss = study.by_run.get(run.run_id), _loss(run, study.ladder.metric)
+        point, loss = study.by_run.get(run.run_id), run.final(study.ladder.metric)
         if point is None or (rung := point.rung) is None or loss is None:
             continue
         key = (rung.parameters, rung.tokens)

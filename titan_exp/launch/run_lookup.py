@@ -362,15 +362,12 @@ def _in_group(path: Path) -> list[RunEntry]:
     with suppress(UserError):  # damaged: its runs count as outside any study
         record = study.read()
     if record is not None:
-        rungs = len(record.rungs)
-        for point in record.points:
-            folder = study.run(point)
-            found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, rungs=rungs))
-        for number, point in enumerate((*record.others, *record.removed)):
-            folder, removed = study.run(point), number >= len(record.others)
-            if folder.path.is_dir():
-                entry = RunEntry(folder, point.label, path.name, point, asked=False, removed=removed, rungs=rungs)
-                found.setdefault(folder.path, entry)
+        groups = ((record.points, True, False), (record.others, False, False), (record.removed, False, True))
+        for points, asked, removed in groups:
+            for folder, point in ((study.run(point), point) for point in points):
+                if asked or folder.path.is_dir():
+                    entry = RunEntry(folder, point.label, path.name, point, asked, removed, len(record.rungs))
+                    found.setdefault(folder.path, entry)
     others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in readable_runs(path)]
     for entry in sorted(others, key=lambda entry: -_mtime(entry.folder)):
         found.setdefault(entry.folder.path, entry)

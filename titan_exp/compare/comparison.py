@@ -17,7 +17,7 @@ from titan_exp.compare.compared_metrics import (
     has_failed,
 )
 from titan_exp.compare.runs import ComparedRun, Row, Selection, finite
-from titan_exp.compare.statistics import Delta, difference, estimate, holm
+from titan_exp.compare.statistics import differences, estimate
 from titan_exp.compare.study_outcome import LadderOutcome, Learnt, climb, learn, rank
 from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.user_error import UserError, did_you_mean, shown
@@ -324,16 +324,9 @@ def _row(
 
 
 def _with_deltas(rows: Sequence[Row], baseline: int, metrics: Sequence[Metric]) -> list[Row]:
-    deltas: list[dict[str, Delta | None]] = [{} for _ in rows]
-    for metric in metrics:
-        reference = finite(rows[baseline].numbers[metric.name])
-        found = [
-            None if index == baseline else difference(finite(row.numbers[metric.name]), reference)
-            for index, row in enumerate(rows)
-        ]
-        for index, delta in enumerate(holm(found)):
-            deltas[index][metric.name] = delta
-    return [replace(row, deltas=found) for row, found in zip(rows, deltas, strict=True)]
+    names = [metric.name for metric in metrics]
+    deltas = {name: differences([finite(row.numbers[name]) for row in rows], baseline) for name in names}
+    return [replace(row, deltas={name: deltas[name][place] for name in names}) for place, row in enumerate(rows)]
 
 
 def _baseline(

@@ -17,7 +17,6 @@ from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder import run_folder
 from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, final_value
-from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow
 from titan_exp.tracking.run_folder.run import Lineage, PredictedMetrics, Run, RunStatus, read_history
 
 
@@ -34,7 +33,7 @@ class ComparedRun:
     reason: str | None
     config: Mapping[str, Any]
     """Resolved configuration, nested."""
-    rows: Sequence[MetricRow]
+    rows: MetricRows
     world_size: int | None
     seconds: float | None
     """Wall-clock time of all attempts, without those of parents."""
@@ -90,16 +89,7 @@ class ComparedRun:
 
     def series(self, key: str, up_to: float = math.inf, *, above: float = -1.0) -> tuple[list[float], list[float]]:
         """Known values of a metric with their token counts, above `above` and up to `up_to` tokens."""
-        if isinstance(self.rows, MetricRows):
-            return self.rows.series(key, "tokens", above=above, up_to=up_to)
-        known = [
-            (float(tokens), float(value))
-            for row in self.rows
-            if (value := row.get(key)) is not None
-            and (tokens := row.get("tokens")) is not None
-            and above < tokens <= up_to
-        ]
-        return [tokens for tokens, _ in known], [value for _, value in known]
+        return self.rows.series(key, "tokens", above=above, up_to=up_to)
 
 
 def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:

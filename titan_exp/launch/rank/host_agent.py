@@ -29,7 +29,7 @@ from titan_exp.launch.attempt_end import AttemptResult, close_attempt
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank import rank_env
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
-from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.run_folder.files import wait_until, write_atomically
 from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, STOPPED, Attempt, RunFolder
 
 ATTEMPT_TIMEOUT = 60.0  # seconds that other ranks wait for rank 0 to record the start
@@ -118,11 +118,9 @@ def publish_address(folder: RunFolder, rank: rank_env.RankInfo, address: str, jo
 def join_rendezvous(folder: RunFolder, rank: rank_env.RankInfo) -> None:
     """Set MASTER_ADDR and MASTER_PORT to rank 0's address. Raises UserError if rank 0 has published none."""
     assert rank.attempt is not None
-    path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise UserError(f"{path} did not appear within {RENDEZVOUS_TIMEOUT:.0f} s. Do all nodes share this folder?")
-        time.sleep(0.1)
+    path = folder.attempt_logs(rank.attempt) / "meeting"
+    if not wait_until(path.exists, RENDEZVOUS_TIMEOUT):
+        raise UserError(f"{path} did not appear within {RENDEZVOUS_TIMEOUT:.0f} s. Do all nodes share this folder?")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text(encoding="utf-8").split()
     if os.environ["MASTER_ADDR"] == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 class Processes(Protocol):
     """Processes of one attempt on this machine. The launcher polls them and holds the run lock."""
 
-    job_id: str
-    """Ids of their parent processes, once started."""
+    job_id: str  # ids of their parent processes, once started
 
     def log(self, rank: int) -> Path:
         """Path of a rank's log; with several worlds, of the first."""
@@ -80,15 +79,12 @@ class WorldsSummary(ABC):
 class Worlds(ABC):
     """Launch of runs with several worlds; on SLURM, each is a task of one array, whose comment has the run's token."""
 
-    noun: ClassVar[str]
-    """Noun for one world, in texts for users."""
+    noun: ClassVar[str]  # noun for one world, in texts for users
     leave: ClassVar[str]
     """Module, and words before the run folder, that a batch script calls shortly before SLURM ends its job. Exit code 0
     ends this world alone; 1 saves and stops the whole run."""
-    epilogue: ClassVar[str]
-    """Module, and words before its arguments, that replaces `titan_exp.launch.slurm.epilogue`."""
-    status_help: ClassVar[str]
-    """Sentence about its columns, for `titan-exp status --help`."""
+    epilogue: ClassVar[str]  # module, and words before its arguments, that replaces `titan_exp.launch.slurm.epilogue`
+    status_help: ClassVar[str]  # sentence about its columns, for `titan-exp status --help`
 
     @abstractmethod
     def supervise(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> Processes:

@@ -76,8 +76,7 @@ def _packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-PART = "# code of "
-"""First words of the line before each part of diff.patch; git apply skips such lines."""
+PART = "# code of "  # first words of the line before each part of diff.patch; git apply skips such lines
 
 
 @dataclass(frozen=True)

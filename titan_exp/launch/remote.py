@@ -37,8 +37,7 @@ from titan_exp.tracking.run_folder.run_folder import FAILED, STOPPED, Attempt, R
 
 Result = TypeVar("Result")
 
-SUBMITTER_LIMIT = 120.0
-"""Seconds to wait while another submission uses the same folder of runs."""
+SUBMITTER_LIMIT = 120.0  # seconds to wait while another submission uses the same folder of runs
 FAILURES = (OSError, subprocess.SubprocessError, UserError)
 """Errors of a scheduler's or a host's commands that become the reason of a refusal."""
 

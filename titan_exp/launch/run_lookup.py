@@ -131,15 +131,11 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.yaml = path / "study.yaml"
-        """Study file as of the last launch."""
+        self.yaml = path / "study.yaml"  # study file as of the last launch
         self.json = path / "study.json"
-        self.history = path / "history"
-        """Earlier versions of study.yaml and study.json."""
-        self.stop = path / "stop"
-        """Stop flag: no further run is started."""
-        self.lock = path / ".lock"
-        """Lock of the process that runs the study on this machine."""
+        self.history = path / "history"  # earlier versions of study.yaml and study.json
+        self.stop = path / "stop"  # stop flag: no further run is started
+        self.lock = path / ".lock"  # lock of the process that runs the study on this machine
 
     def run(self, point: StudyRun) -> RunFolder:
         """Run folder of a point; may not exist yet."""

@@ -127,8 +127,7 @@ class HangFiles:
 
     def __init__(self, logs: Path, world_size: int) -> None:
         self.logs, self.world_size = logs, world_size
-        self.flag = logs / "hang"
-        """Created by the first rank that detects the hang."""
+        self.flag = logs / "hang"  # created by the first rank that detects the hang
         self.report = logs / "hang.txt"
 
     def stacks(self, rank: int) -> Path:

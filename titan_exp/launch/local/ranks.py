@@ -52,8 +52,7 @@ class LocalRanks:
         self.world_size = layout.world_size
         self.logs = folder.attempt_logs(attempt)
         self._hang = HangFiles(self.logs, self.world_size)
-        self.job_id = ""
-        """Pid of submitit's controller."""
+        self.job_id = ""  # pid of submitit's controller
         self._cluster = layout.cluster
         self._rendezvous_folder: Path | None = None
         self._folder_lock: files.FileLock | None = None

@@ -101,8 +101,7 @@ class ParentWatchdog(threading.Thread):
         self, folder: RunFolder, rank: "RankInfo", give_up: Callable[[str], None], on_orphaned: Callable[[], None]
     ) -> None:
         super().__init__(name="titan_exp parent watchdog", daemon=True)
-        self.orphaned = False
-        """True if the launcher has exited."""
+        self.orphaned = False  # True if the launcher has exited
         self._folder, self._rank, self._controller = folder, rank, rank.controller
         self._give_up, self._on_orphaned = give_up, on_orphaned
 

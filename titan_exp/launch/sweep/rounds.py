@@ -143,8 +143,7 @@ class Rounds:
     registration: Registration | None = None  # registered question, known after `check`; None of another study
 
     def __init__(self, points: Sequence[Point]) -> None:
-        self.first = list(points)
-        """Points of the first round, including excluded ones."""
+        self.first = list(points)  # points of the first round, including excluded ones
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:
         """Points of the round after the finished ones; empty at the end."""

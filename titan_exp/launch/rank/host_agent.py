@@ -54,19 +54,19 @@ def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor
     """Record the start in the row written at submission; if the scheduler restarted the job, in a new row."""
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
-    same_job = last is not None and rank.token is not None and last.token == rank.token
-    if rank.token is not None and not same_job:
+    own = last if last is not None and rank.token is not None and last.token == rank.token else None  # of this job
+    if rank.token is not None and own is None:
         anew = "" if last is None else f" (attempt {last.attempt})"
         what = f"somebody started this run anew after job {rank.job_id or rank.token} was submitted{anew}"
         raise UserError(f"{folder.path}: {what}, so this job ends.")
-    if last is not None and same_job and rank.restarts is None:
-        rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows the id
-    if last is not None and same_job and last.start is None and last.end is None:
-        number = last.attempt
+    if own is not None and rank.restarts is None:
+        rank = replace(rank, job_id=own.job_id or rank.job_id)  # the submission knows the id
+    if own is not None and own.start is None and own.end is None:
+        number = own.attempt
     else:
-        if last is not None and same_job and last.end is None:
+        if own is not None and own.end is None:
             reason = "the scheduler ended it without a record (a node failed, or somebody requeued it)"
-            folder.update_attempt(last.attempt, end=time.time(), reason=reason)
+            folder.update_attempt(own.attempt, end=time.time(), reason=reason)
         attempt_end.close_dead_attempts(folder)
         number = folder.add_attempt(
             world_size=rank.world_size,
@@ -74,7 +74,7 @@ def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor
             job_id=rank.job_id or None,
             launched_by=BY_HAND if rank.token is None or executor is None else executor.kind,
             token=rank.token,
-            requeues=attempt_end.requeues_after(folder, last) if last is not None and same_job else 0,
+            requeues=0 if own is None else attempt_end.requeues_after(folder, own),
         ).attempt
     if rank.token is None:
         folder.clear_stop()  # a batch script has already cleared the request, and a stop may have been requested since

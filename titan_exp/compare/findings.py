@@ -19,7 +19,6 @@ from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.study import FEWEST_PAIRS
 from titan_exp.launch.evidence import Standing
 from titan_exp.tracking.display import format_count, format_duration, format_items, format_time
-from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
 STEPS = 10  # number of first steps that have a tolerance, which is as many as the parity tests train
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
@@ -81,11 +80,8 @@ def _check(one: ComparedRun, two: ComparedRun) -> LayoutCheck:
 
 
 def _losses(run: ComparedRun) -> dict[int, float]:
-    return {
-        int(step or 0): float(loss)
-        for step, loss in zip(column_of(run.rows, "step"), column_of(run.rows, "loss"), strict=True)
-        if loss is not None
-    }
+    steps, losses = run.rows.series("loss", "step", above=-1.0, up_to=math.inf)
+    return dict(zip(map(int, steps), losses, strict=True))
 
 
 def _relative(one: float, two: float) -> float:

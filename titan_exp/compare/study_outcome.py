@@ -227,16 +227,11 @@ def _multiplied(
     if len(arms) < 2:
         return None, rows, []
     base, candidate = arms
-    pairs = {
-        index: [
-            loss - row.losses[candidate][seed]
-            for seed, loss in row.losses[base].items()
-            if seed in row.losses[candidate]
-        ]
-        for index, row in enumerate(rows)
-        if row in used
-    }
-    pairs = {index: differences for index, differences in pairs.items() if differences}
+    pairs: dict[int, list[float]] = {}
+    for index, row in enumerate(rows):
+        ours, theirs = row.losses[base], row.losses[candidate]
+        if row in used and (common := [seed for seed in ours if seed in theirs]):
+            pairs[index] = [ours[seed] - theirs[seed] for seed in common]
     try:
         found = compute_multiplier(law, [(_at(rows[index], base, both), found) for index, found in pairs.items()])
     except UserError as error:

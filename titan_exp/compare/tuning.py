@@ -13,7 +13,6 @@ from titan_exp.compare.compared_metrics import ABSENT, DifferingKeys, Metric, fi
 from titan_exp.compare.runs import ComparedRun, Row, finite
 from titan_exp.compare.statistics import Delta, Estimate, differences, estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
 ROUNDING = 1e-9  # relative difference between equal losses
 
@@ -165,7 +164,7 @@ def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], token
 
 def _spent(run: ComparedRun, tokens: float) -> tuple[float, float | None]:
     """Steps and seconds of a run up to the row with these tokens; None where its speed is unknown."""
-    pairs = zip(column_of(run.rows, "step"), column_of(run.rows, "tokens"), strict=True)
+    pairs = zip(run.rows.column("step"), run.rows.column("tokens"), strict=True)
     step = next(float(step or 0) for step, at in pairs if at == tokens)
     speed = _mean_speed(run, tokens)
     return step, (tokens - run.begins) / speed if speed else None

@@ -30,7 +30,7 @@ from titan_exp.config.command_line.output import plain
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.tracking.display import format_count, format_items, render_page
-from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
+from titan_exp.tracking.run_folder.metrics_jsonl import last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 POINTS = 120_000  # maximum number of points of a page, over all runs
@@ -62,7 +62,7 @@ def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]
     last 2 %, whose mean is the run's loss, with other rows."""
     known = [
         (float(tokens), float(step or 0), float(value))
-        for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)
+        for tokens, step, value in zip(*map(run.rows.column, ("tokens", "step", key)), strict=True)
         if value is not None and tokens is not None
     ]
     size, tail = math.ceil(len(known) / most) or 1, len(known) - len(last_fiftieth(known))

@@ -219,7 +219,7 @@ def test_names_in_plots_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     found = compare(select(["made"], tmp_path), tuned=key)
-    study_plots(found)
+    list(study_plots(found))
     (figure,) = drawn
     figure.canvas.draw()
     assert found.tuning is not None

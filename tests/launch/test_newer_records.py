@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from titan_exp.compare.runs import study_record
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_env import RankError, RankRecord, read_record, write_record
-from titan_exp.launch.run_lookup import StudyFolder, StudyRecord, StudyRun
+from titan_exp.launch.run_lookup import StudyFolder, StudyRecord, StudyRun, study_record
 from titan_exp.tracking.run_folder.files import FileLock
 from titan_exp.tracking.run_folder.run import CodeRecord, CodeVersion, Lineage, read_code
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState

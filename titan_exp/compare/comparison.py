@@ -16,17 +16,16 @@ from titan_exp.compare.compared_metrics import (
     flatten,
     has_failed,
 )
-from titan_exp.compare.runs import ComparedRun, Row, Selection, StudyRecord, finite
-from titan_exp.compare.statistics import Delta, difference, estimate, holm
+from titan_exp.compare.runs import ComparedRun, Row, Selection, finite
+from titan_exp.compare.statistics import differences, estimate
 from titan_exp.compare.study_outcome import LadderOutcome, Learnt, climb, learn, rank
 from titan_exp.compare.tuning import Tuning, tune
 from titan_exp.config.errors.user_error import UserError, did_you_mean, shown
 from titan_exp.config.extension import loaded
 from titan_exp.config.study.labels import spelled, words_of
 from titan_exp.launch.evidence import PairedRun, Standing, standing_of
+from titan_exp.launch.run_lookup import StudyRecord
 from titan_exp.tracking.display import format_items
-from titan_exp.tracking.run_folder.metrics_jsonl import final_value
-from titan_exp.tracking.run_folder.run_folder import has_diverged
 
 COUNTED = ("done", "running", "unknown", "preempted")
 """Run states that may limit the budget; runs in other states ended early."""
@@ -245,9 +244,9 @@ def _standing(runs: Sequence[ComparedRun], study: StudyRecord | None) -> Standin
     for run in runs:
         point = study.by_run.get(run.run_id)
         if point is not None and point.seed is not None:
-            value = final_value(run.rows, one.metric) if run.state == "done" else None
-            value = math.nan if has_diverged(run.state, run.reason) else value
-            found[point.variant, point.seed] = PairedRun(value, run.tokens - run.begins, run.device_seconds)
+            found[point.variant, point.seed] = PairedRun(
+                run.final(one.metric), run.tokens - run.begins, run.device_seconds
+            )
     return standing_of(one, found, study.dropped)
 
 
@@ -325,16 +324,9 @@ def _row(
 
 
 def _with_deltas(rows: Sequence[Row], baseline: int, metrics: Sequence[Metric]) -> list[Row]:
-    deltas: list[dict[str, Delta | None]] = [{} for _ in rows]
-    for metric in metrics:
-        reference = finite(rows[baseline].numbers[metric.name])
-        found = [
-            None if index == baseline else difference(finite(row.numbers[metric.name]), reference)
-            for index, row in enumerate(rows)
-        ]
-        for index, delta in enumerate(holm(found)):
-            deltas[index][metric.name] = delta
-    return [replace(row, deltas=found) for row, found in zip(rows, deltas, strict=True)]
+    names = [metric.name for metric in metrics]
+    deltas = {name: differences([finite(row.numbers[name]) for row in rows], baseline) for name in names}
+    return [replace(row, deltas={name: deltas[name][place] for name in names}) for place, row in enumerate(rows)]
 
 
 def _baseline(

@@ -13,13 +13,12 @@ from titan_exp.compare.compared_metrics import Metric, differing_keys
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import LEVEL, Delta, Estimate
-from titan_exp.config.errors.user_error import listed
+from titan_exp.config.errors.user_error import listed, some_of
 from titan_exp.config.schema.data_sets import BITS, DOCUMENTS, LOSS, WHOLE
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.study import FEWEST_PAIRS
 from titan_exp.launch.evidence import Standing
 from titan_exp.tracking.display import format_count, format_duration, format_items, format_time
-from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
 STEPS = 10  # number of first steps that have a tolerance, which is as many as the parity tests train
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
@@ -81,11 +80,8 @@ def _check(one: ComparedRun, two: ComparedRun) -> LayoutCheck:
 
 
 def _losses(run: ComparedRun) -> dict[int, float]:
-    return {
-        int(step or 0): float(loss)
-        for step, loss in zip(column_of(run.rows, "step"), column_of(run.rows, "loss"), strict=True)
-        if loss is not None
-    }
+    steps, losses = run.rows.series("loss", "step", above=-1.0, up_to=math.inf)
+    return dict(zip(map(int, steps), losses, strict=True))
 
 
 def _relative(one: float, two: float) -> float:
@@ -368,8 +364,7 @@ def _about_states(comparison: Comparison) -> Iterator[str]:
         elif not comparison.budget.reached(run):
             behind.append(_row_of(comparison, run.run_id))
     if behind:
-        has, more = "has" if len(behind) == 1 else "have", len(behind) - NAMED
-        names = listed([*behind[:NAMED], *[f"{more} more"][: max(more, 0)]], "and")
+        has, names = "has" if len(behind) == 1 else "have", some_of(behind, NAMED)
         yield f"{format_items(len(behind), 'run')} {has} not seen so many tokens and {has} no number here: {names}."
     for row in comparison.rows:
         for metric in comparison.metrics:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.compare.runs import ComparedRun, Selection
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.metrics_jsonl import Row, Value, decode
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, Value, decode
 from titan_exp.tracking.run_folder.run import Lineage
 from titan_exp.tracking.sinks import stop_wandb_service
 
@@ -54,7 +54,6 @@ def from_wandb(run: "ApiRun") -> ComparedRun:
     """Convert a run of W&B's API."""
     config = {key: value for key, value in run.config.items() if not key.startswith("_")}
     identity = config.pop("run", None) or {}
-    rows = _rows(run.scan_history())
     world_size = identity.get("world_size")
     inner = run.summary.get("_wandb") or {}
     seconds = inner.get("runtime") if hasattr(inner, "get") else None  # of all attempts
@@ -67,7 +66,7 @@ def from_wandb(run: "ApiRun") -> ComparedRun:
         state=state,
         reason=f"W&B says {run.state}" if state == "failed" else None,
         config=config,
-        rows=rows,
+        rows=_rows(run.scan_history()),
         world_size=world_size,
         seconds=seconds,
         device_seconds=None if seconds is None or world_size is None else seconds * world_size,
@@ -110,7 +109,7 @@ def explain_wandb_errors(place: str) -> Iterator[None]:
             stop_wandb_service()
 
 
-def _rows(history: Any) -> list[Row]:
+def _rows(history: Any) -> MetricRows:
     """Rows sorted by step; a step logged again after a resume keeps the later row."""
     rows: dict[int, dict[str, Value]] = {}
     for entry in history:
@@ -118,4 +117,4 @@ def _rows(history: Any) -> list[Row]:
         if step is not None:
             known = {key: value for key, value in entry.items() if value is not None and not key.startswith("_")}
             rows[int(step)] = {**decode(known), "step": int(step)}
-    return [rows[step] for step in sorted(rows)]
+    return MetricRows(rows[step] for step in sorted(rows))

@@ -5,93 +5,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titan_exp.compare.statistics import Delta, Estimate
-from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.config.foreign_file import of_kind
-from titan_exp.config.study.ladder import LadderRung
+from titan_exp.config.errors.user_error import UserError, some_of
 from titan_exp.launch.executor import summarize_worlds
-from titan_exp.launch.ledger import Registration
-from titan_exp.launch.run_lookup import LadderRecord, RoundsRecord, find_runs, sweep_command
+from titan_exp.launch.run_lookup import StudyRecord, find_runs, study_record
 from titan_exp.launch.run_status import run_statuses
 from titan_exp.tracking.display import format_items
 from titan_exp.tracking.run_folder import run_folder
-from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows
-from titan_exp.tracking.run_folder.metrics_jsonl import Row as MetricRow
+from titan_exp.tracking.run_folder.metrics_jsonl import MetricRows, final_value
 from titan_exp.tracking.run_folder.run import Lineage, PredictedMetrics, Run, RunStatus, read_history
-
-
-@dataclass(frozen=True)
-class StudyPoint:
-    """Point of a study; releases before a field have none."""
-
-    run_id: str
-    variant: str  # varied values, without the seed
-    label: str = ""
-    choices: Mapping[str, str] = field(default_factory=dict)  # name of the chosen value by named list
-    seed: int | None = None
-    round: int = 1  # rung or batch, from 1
-    rung: LadderRung | None = None  # size and length of a point of a ladder
-
-
-@dataclass(frozen=True)
-class StudyRecord:
-    """Study as recorded at launch; runs started by hand have none."""
-
-    name: str = ""  # name of the study: `experiment.name` of its runs
-    question: str = ""
-    points: tuple[StudyPoint, ...] = ()
-    baseline: str | None = None  # variant of the baseline
-    metrics: Mapping[str, str] = field(default_factory=dict)  # better direction, `min` or `max`, by metric
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys that a named list sets together
-    skipped: Mapping[str, str] = field(default_factory=dict)  # skip reasons, by point label
-    others: tuple[StudyPoint, ...] = ()  # points of earlier calls that the last one did not ask for
-    removed: tuple[StudyPoint, ...] = ()  # points that the study's file no longer has
-    size: str = ""
-    typed: tuple[str, ...] = ()
-    rounds: RoundsRecord = field(default_factory=RoundsRecord)  # metric and direction that decide, rungs, kept fraction
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kind and bounds of each range, by key
-    tune: str = ""  # key over which each group is tuned
-    registered: Registration | None = None  # question, as registered before the first run
-    dropped: str = ""  # reason for ending the question between looks; empty if it goes on, or ended at a look
-    ladder: LadderRecord | None = None
-
-    @cached_property
-    def by_run(self) -> Mapping[str, StudyPoint]:
-        """Points by run id."""
-        return {point.run_id: point for point in self.points}
-
-    @property
-    def command(self) -> str:
-        """Last call, as typed."""
-        return sweep_command(self.name, self.size, self.typed)
-
-    @property
-    def rungs(self) -> Sequence[str]:
-        """Rungs of successive halving; empty without halving."""
-        return self.rounds.get("rungs", ())
-
-    @property
-    def is_adaptive(self) -> bool:
-        """True for a search or successive halving."""
-        return bool(self.rounds or self.parameters)
-
-
-def study_record(values: dict[str, Any]) -> StudyRecord:
-    """Fields that we read: every release writes further ones, and earlier ones lack some."""
-    lists = {key: values[key] for key in ("points", "others", "removed") if isinstance(values.get(key), list)}
-    points = {key: [_known_fields(StudyPoint, point) for point in found] for key, found in lists.items()}
-    return of_kind(StudyRecord, _known_fields(StudyRecord, {**values, **points}))
-
-
-def _known_fields(kind: Any, value: Any) -> Any:
-    return (
-        {one.name: value[one.name] for one in fields(kind) if one.name in value} if isinstance(value, dict) else value
-    )
 
 
 @dataclass(frozen=True)
@@ -107,7 +33,7 @@ class ComparedRun:
     reason: str | None
     config: Mapping[str, Any]
     """Resolved configuration, nested."""
-    rows: Sequence[MetricRow]
+    rows: MetricRows
     world_size: int | None
     seconds: float | None
     """Wall-clock time of all attempts, without those of parents."""
@@ -155,18 +81,15 @@ class ComparedRun:
         """Optimizer steps at the last row."""
         return int(self.rows[-1]["step"] or 0) if self.rows else 0
 
+    def final(self, metric: str) -> float | None:
+        """Metric at the end of a run that is done; NaN if it diverged, None if it goes on or failed."""
+        if run_folder.has_diverged(self.state, self.reason):
+            return math.nan
+        return final_value(self.rows, metric) if self.state == "done" else None
+
     def series(self, key: str, up_to: float = math.inf, *, above: float = -1.0) -> tuple[list[float], list[float]]:
         """Known values of a metric with their token counts, above `above` and up to `up_to` tokens."""
-        if isinstance(self.rows, MetricRows):
-            return self.rows.series(key, "tokens", above=above, up_to=up_to)
-        known = [
-            (float(tokens), float(value))
-            for row in self.rows
-            if (value := row.get(key)) is not None
-            and (tokens := row.get("tokens")) is not None
-            and above < tokens <= up_to
-        ]
-        return [tokens for tokens, _ in known], [value for _, value in known]
+        return self.rows.series(key, "tokens", above=above, up_to=up_to)
 
 
 def read_run(run: Run | Path, status: RunStatus | None = None) -> ComparedRun:
@@ -276,7 +199,11 @@ def select(names: Sequence[str], runs: Path) -> Selection:
     looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or no matching run
     can be read."""
     if not names:
-        raise UserError(f"Name a study, or run folders, ids or patterns. {_offer(runs)}")
+        studies = [path.name for path in sorted(runs.glob("*")) if run_folder.readable_runs(path)]
+        here = f"{runs} holds {some_of(studies)}" if studies else f"{runs} contains no runs"
+        raise UserError(
+            f"Name a study, or run folders, ids or patterns. {here}. To look elsewhere, add paths.runs=FOLDER."
+        )
     found = [folder for name in names for folder in _folders(name, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
@@ -314,13 +241,13 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
     there = {path.name: path for path in folders}
     if study.skipped:
         reasons = [f"{label} ({reason.strip().splitlines()[-1].strip()})" for label, reason in study.skipped.items()]
-        notes.append(f"{format_items(len(reasons), 'point')} of the study cannot run: {_some(reasons)}.")
+        notes.append(f"{format_items(len(reasons), 'point')} of the study cannot run: {some_of(reasons)}.")
     missing = [point for run_id, point in study.by_run.items() if run_id not in there]
     others = [name for name in there if name not in study.by_run]
     if missing:
         seeds = ["" if point.seed is None else f" seed={point.seed}" for point in missing]
         labels = [f"{point.variant or point.run_id}{seed}" for point, seed in zip(missing, seeds, strict=True)]
-        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet (new): {_some(labels)}.")
+        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet (new): {some_of(labels)}.")
     earlier, removed = ({point.run_id: point.label for point in points} for points in (study.others, study.removed))
     left_out = {
         f"not in the last call ({study.command})": earlier,
@@ -331,7 +258,7 @@ def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: lis
         names = [label for name, label in labels.items() if name in others]
         if names:
             runs = format_items(len(names), "run")
-            notes.append(f"{runs} left out, {reason}: {_some(names)}. Name a run to include it.")
+            notes.append(f"{runs} left out, {reason}: {some_of(names)}. Name a run to include it.")
     run_ids = [run_id for run_id in study.by_run if run_id in there]
     found = [there[run_id] for run_id in run_ids]
     if study.rungs and found:
@@ -362,15 +289,3 @@ def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[ComparedRun]:
 def _relative(folder: Path) -> Path:
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
-
-
-def _offer(runs: Path, word: str = "") -> str:
-    studies = [path.name for path in sorted(runs.glob("*")) if run_folder.readable_runs(path)]
-    if not studies:
-        return f"{runs} contains no runs. To look elsewhere, add paths.runs=FOLDER."
-    return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}. To look elsewhere, add paths.runs=FOLDER."
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = len(names) - most
-    return listed(names, "and") if more <= 0 else f"{', '.join(names[:most])} and {more} more"

@@ -62,13 +62,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     """Mean of values with its confidence interval; None without values."""
     if not values:
         return None
-    mean = fmean(values)
     if len(values) == 1:
-        return Estimate(mean, None, None, 1)
-    if min(values) == max(values):
-        return Estimate(mean, mean, mean, len(values))
-    interval = _student(values).confidence_interval(LEVEL)
-    return Estimate(mean, float(interval.low), float(interval.high), len(values))
+        return Estimate(fmean(values), None, None, 1)
+    found = _delta("single", fmean(values), len(values), values)
+    return Estimate(found.difference, found.low, found.high, found.n)
 
 
 def difference(values: Mapping[object, float], baseline: Mapping[object, float]) -> Delta | None:
@@ -98,6 +95,12 @@ def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
         assert delta is not None
         found[index] = replace(delta, p_holm=largest)
     return found
+
+
+def differences(rows: Sequence[Mapping[object, float] | None], baseline: int) -> list[Delta | None]:
+    """Difference of each row from the baseline row, corrected together; None for that one, and for rows of None."""
+    base = rows[baseline] or {}
+    return holm([None if row is None or place == baseline else difference(row, base) for place, row in enumerate(rows)])
 
 
 def _delta(pairing: Pairing, mean: float, n: int, *samples: Sequence[float]) -> Delta:

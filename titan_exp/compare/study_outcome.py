@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from titan_exp.compare.compared_metrics import DifferingKeys, value_text
-from titan_exp.compare.runs import ComparedRun, Row, StudyRecord
+from titan_exp.compare.runs import ComparedRun, Row
 from titan_exp.compare.statistics import Multiplier, Rung, ScalingLaw, compute_multiplier, fit, hold_out
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.training import sequences_after
+from titan_exp.launch.run_lookup import StudyRecord
 from titan_exp.tracking.display import format_count, format_items
 from titan_exp.tracking.run_folder.metrics_jsonl import final_value
 from titan_exp.tracking.run_folder.run_folder import has_diverged
@@ -141,7 +142,7 @@ def climb(runs: Sequence[ComparedRun], study: StudyRecord) -> LadderOutcome | No
     rows, notes = _rows(runs, study, arms), list[str]()
     if not rows:
         return None
-    if missing := study.ladder.runs - sum(_loss(run, metric) is not None for run in runs):
+    if missing := study.ladder.runs - sum(run.final(metric) is not None for run in runs):
         notes.append(f"The ladder waits for {format_items(missing, 'run')}. All numbers are without what is missing.")
     if diverged := sum(row.diverged for row in rows):
         notes.append(f"{format_items(diverged, 'run')} diverged. We fit the law without their rungs.")
@@ -179,18 +180,11 @@ def climb(runs: Sequence[ComparedRun], study: StudyRecord) -> LadderOutcome | No
     return LadderOutcome(metric, arms, tuple(rows), numbers, test, beyond, multiplier, tuple(notes), curves)
 
 
-def _loss(run: ComparedRun, metric: str) -> float | None:
-    """Final loss of a run that is done; NaN if it diverged, None if it goes on or failed."""
-    if has_diverged(run.state, run.reason):
-        return math.nan
-    return final_value(run.rows, metric) if run.state == "done" else None
-
-
 def _rows(runs: Sequence[ComparedRun], study: StudyRecord, arms: Sequence[str]) -> list[LadderRow]:
     assert study.ladder is not None
     found: dict[tuple[int, int], LadderRow] = {}
     for run in runs:
-        point, loss = study.by_run.get(run.run_id), _loss(run, study.ladder.metric)
+        point, loss = study.by_run.get(run.run_id), run.final(study.ladder.metric)
         if point is None or (rung := point.rung) is None or loss is None:
             continue
         key = (rung.parameters, rung.tokens)
@@ -233,16 +227,11 @@ def _multiplied(
     if len(arms) < 2:
         return None, rows, []
     base, candidate = arms
-    pairs = {
-        index: [
-            loss - row.losses[candidate][seed]
-            for seed, loss in row.losses[base].items()
-            if seed in row.losses[candidate]
-        ]
-        for index, row in enumerate(rows)
-        if row in used
-    }
-    pairs = {index: differences for index, differences in pairs.items() if differences}
+    pairs: dict[int, list[float]] = {}
+    for index, row in enumerate(rows):
+        ours, theirs = row.losses[base], row.losses[candidate]
+        if row in used and (common := [seed for seed in ours if seed in theirs]):
+            pairs[index] = [ours[seed] - theirs[seed] for seed in common]
     try:
         found = compute_multiplier(law, [(_at(rows[index], base, both), found) for index, found in pairs.items()])
     except UserError as error:

@@ -11,9 +11,8 @@ from typing import Any
 
 from titan_exp.compare.compared_metrics import ABSENT, DifferingKeys, Metric, final_loss, target_metric
 from titan_exp.compare.runs import ComparedRun, Row, finite
-from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, holm
+from titan_exp.compare.statistics import Delta, Estimate, differences, estimate
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed
-from titan_exp.tracking.run_folder.metrics_jsonl import column_of
 
 ROUNDING = 1e-9  # relative difference between equal losses
 
@@ -91,18 +90,19 @@ def tune(
     base_runs = () if base is None else rows[base.row].runs
     losses = {run.seed: final_loss(run, tokens) for run in base_runs}
     targets: dict[object, float] = {seed: loss for seed, loss in losses.items() if loss is not None}
-    deltas = _deltas(rows, bests, reference, metric)
+    numbers = [None if best is None else finite(rows[best.row].numbers[metric.name]) for best in bests.values()]
+    deltas = differences(numbers, list(bests).index(reference))
     groups = [
         Group(
             label,
             points,
             best,
             _edge(points, best),
-            deltas[label],
+            delta,
             *_reached(() if best is None else rows[best.row].runs, targets, tokens),
             label == reference,
         )
-        for (label, points), best in zip(curves.items(), bests.values(), strict=True)
+        for (label, points), best, delta in zip(curves.items(), bests.values(), deltas, strict=True)
     ]
     groups.sort(key=lambda group: rank(group.best))
     return Tuning(full, columns.short[full], metric.title, tuple(groups))
@@ -139,18 +139,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _deltas(
-    rows: Sequence[Row], bests: Mapping[str, TunedPoint | None], reference: str, metric: Metric
-) -> dict[str, Delta | None]:
-    base = bests[reference]
-    numbers = {} if base is None else finite(rows[base.row].numbers[metric.name])
-    found = [
-        None if label == reference or best is None else difference(finite(rows[best.row].numbers[metric.name]), numbers)
-        for label, best in bests.items()
-    ]
-    return dict(zip(bests, holm(found), strict=True))
-
-
 def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], tokens: float) -> tuple[Reached, Reached]:
     """Steps and seconds to the target loss of each run's seed, or else to the mean of all targets."""
     steps: list[float] = []
@@ -176,7 +164,7 @@ def _reached(runs: Sequence[ComparedRun], targets: Mapping[object, float], token
 
 def _spent(run: ComparedRun, tokens: float) -> tuple[float, float | None]:
     """Steps and seconds of a run up to the row with these tokens; None where its speed is unknown."""
-    pairs = zip(column_of(run.rows, "step"), column_of(run.rows, "tokens"), strict=True)
+    pairs = zip(run.rows.column("step"), run.rows.column("tokens"), strict=True)
     step = next(float(step or 0) for step, at in pairs if at == tokens)
     speed = _mean_speed(run, tokens)
     return step, (tokens - run.begins) / speed if speed else None

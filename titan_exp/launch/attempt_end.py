@@ -14,7 +14,7 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_env import RankRecord
 from titan_exp.launch.watchdog import HangDiagnosis
-from titan_exp.tracking.run_folder.files import FileLock, LockHolder, last_lines
+from titan_exp.tracking.run_folder.files import FileLock, LockHolder, last_lines, wait_until
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run import DIED_UNRECORDED
 from titan_exp.tracking.run_folder.run_folder import (
@@ -183,11 +183,8 @@ def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
         return
     still = f"Ranks of an earlier start still run in {folder.path}, and their launcher is gone"
     echo(f"{still}. We wait up to {ORPHANS_LIMIT:.0f} s for them to save and stop.")
-    deadline = time.monotonic() + ORPHANS_LIMIT
-    while folder.ranks_alive():
-        if time.monotonic() > deadline:
-            raise _refusal(folder, FileLock(folder.ranks_lock).holder())
-        time.sleep(0.1)
+    if not wait_until(lambda: not folder.ranks_alive(), ORPHANS_LIMIT):
+        raise _refusal(folder, FileLock(folder.ranks_lock).holder())
 
 
 def _refusal(folder: RunFolder, holder: LockHolder | None) -> UserError:

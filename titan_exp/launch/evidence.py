@@ -433,21 +433,15 @@ class Standing:
     def question(self, study: str) -> Question:
         """Row of the ledger, for the study in the folder of that name."""
         one, verdict = self.registration, self.verdict
+        registered = ("id", "candidate", "baseline", "arms", "metric", "scale", "rule", "changed")
         return Question(
-            id=one.id,
+            **{name: getattr(one, name) for name in registered},
             study=study,
-            candidate=one.candidate,
-            baseline=one.baseline,
-            arms=one.arms,
-            metric=one.metric,
-            scale=one.scale,
-            rule=one.rule,
             pairs=verdict.pairs,
             outcome=self.outcome,
             why="dropped" if self.dropped else verdict.why,
             e_better=min(verdict.e_better, LARGEST_E),
             p_better=verdict.p_better,
-            changed=one.changed,
             dropped=self.dropped,
             time=round(time.time(), 3),
         )

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 class Processes(Protocol):
     """Processes of one attempt on this machine. The launcher polls them and holds the run lock."""
 
-    job_id: str
-    """Ids of their parent processes, once started."""
+    job_id: str  # ids of their parent processes, once started
 
     def log(self, rank: int) -> Path:
         """Path of a rank's log; with several worlds, of the first."""
@@ -80,15 +79,12 @@ class WorldsSummary(ABC):
 class Worlds(ABC):
     """Launch of runs with several worlds; on SLURM, each is a task of one array, whose comment has the run's token."""
 
-    noun: ClassVar[str]
-    """Noun for one world, in texts for users."""
+    noun: ClassVar[str]  # noun for one world, in texts for users
     leave: ClassVar[str]
     """Module, and words before the run folder, that a batch script calls shortly before SLURM ends its job. Exit code 0
     ends this world alone; 1 saves and stops the whole run."""
-    epilogue: ClassVar[str]
-    """Module, and words before its arguments, that replaces `titan_exp.launch.slurm.epilogue`."""
-    status_help: ClassVar[str]
-    """Sentence about its columns, for `titan-exp status --help`."""
+    epilogue: ClassVar[str]  # module, and words before its arguments, that replaces `titan_exp.launch.slurm.epilogue`
+    status_help: ClassVar[str]  # sentence about its columns, for `titan-exp status --help`
 
     @abstractmethod
     def supervise(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> Processes:
@@ -127,6 +123,11 @@ def summarize_worlds(folder: RunFolder) -> WorldsSummary | None:
     return None if launch is None else launch.summarize(folder)
 
 
+def size_in_words(nodes: int, tasks: int) -> str:
+    """Nodes, and processes on each, in words."""
+    return f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+
+
 NOT_CANCELLED = "not cancelled"
 """First words of an `Executor.cancel` message about a run that it leaves running or queued."""
 
@@ -156,8 +157,7 @@ class RunPlan:
     @property
     def size(self) -> str:
         """Nodes and processes, in words."""
-        nodes, tasks = self.layout.nodes, min(self.layout.world_size, self.layout.node_size)
-        size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+        size = size_in_words(self.layout.nodes, min(self.layout.world_size, self.layout.node_size))
         worlds = self.layout.cluster.worlds
         return size if worlds == 1 else f"{worlds} {several_worlds().noun}s, each of {size}"
 

@@ -34,6 +34,7 @@ from titan_exp.plan.planner_processes import PlannerProcesses
 from titan_exp.plan.predictions import FOLDER, code_digest
 from titan_exp.tracking.display import format_bytes
 from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.run_folder.run_folder import read_json
 
 Echo = Callable[[str], None]
 
@@ -138,12 +139,9 @@ def _sources(name: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Verdict | None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        lists = {name: tuple(map(str, values[name])) for name in ("remedies", "agreeing", "notes")}
-        return Verdict(difference=str(values["difference"]), seconds=float(values["seconds"]), **lists)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    with suppress(UserError):  # damaged: the layouts are checked again
+        return read_json(path, Verdict)
+    return None
 
 
 GATE_HINT = "  To start anyway, use plan.gate=warn, or plan.gate=off for no check."

@@ -20,7 +20,7 @@ import psutil
 
 from titan_exp.config.checkpoint_files import parent_location, saved_state
 from titan_exp.config.devices import command_lines, cpu_model, usable_cores
-from titan_exp.config.errors.user_error import UserError, listed
+from titan_exp.config.errors.user_error import UserError, some_of
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.foreign_code import import_paths
 from titan_exp.config.secrets import is_secret_variable
@@ -76,8 +76,7 @@ def _packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-PART = "# code of "
-"""First words of the line before each part of diff.patch; git apply skips such lines."""
+PART = "# code of "  # first words of the line before each part of diff.patch; git apply skips such lines
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def _read_user_code(names: Sequence[str], own: CodeVersion) -> list[tuple[CodeVe
 
 
 LARGE_PATCH = 1_000_000  # size in bytes at which a diff counts as large
-NAMES = 5  # maximum number of names of files, or of runs, in a message
 DATA_NAMES = {"data.content": "data files", "data.paths": "token stores", "data.tokenizer": "tokenizer"}
 
 
@@ -218,7 +216,7 @@ def report_large_patch(folder: RunFolder, echo: Callable[[str], None]) -> None:
     parts = patched_files(folder.diff.read_bytes().decode(errors="replace"))
     largest = sorted(parts, key=lambda name: len(parts[name]), reverse=True)
     remedy = "Every run keeps a copy, so commit large files, or list them in .gitignore."
-    echo(f"{folder.diff} has {format_bytes(size)}, most of it from {_named(largest)}. {remedy}")
+    echo(f"{folder.diff} has {format_bytes(size)}, most of it from {some_of(largest)}. {remedy}")
 
 
 def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
@@ -237,7 +235,7 @@ def report_stale(plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
     for lines, runs in stale.items():
         subject = f"The result in {runs[0].folder.path}"
         if len(done) > 1:
-            subject = f"{len(runs)} of {len(done)} results ({_named([run.run_id for run in runs])})"
+            subject = f"{len(runs)} of {len(done)} results ({some_of([run.run_id for run in runs])})"
         echo(f"{subject} {'comes' if len(runs) == 1 else 'come'} from other code or data than you have now:")
         for line in lines:
             echo(f"  {line}")
@@ -279,12 +277,7 @@ def _change(old: CodeVersion, new: CodeVersion) -> str | None:
 
 
 def _count(files: Sequence[str]) -> str:
-    return f"{len(files)} file{'s differ' if len(files) > 1 else ' differs'}: {_named(files)}"
-
-
-def _named(names: Sequence[str]) -> str:
-    rest = [f"{len(names) - NAMES} more"] if len(names) > NAMES else []
-    return listed([*names[:NAMES], *rest], "and")
+    return f"{len(files)} file{'s differ' if len(files) > 1 else ' differs'}: {some_of(files)}"
 
 
 def _data_changes(folder: RunFolder, experiment: Experiment, identities: dict[str, Any]) -> list[str]:

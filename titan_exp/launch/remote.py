@@ -37,8 +37,7 @@ from titan_exp.tracking.run_folder.run_folder import FAILED, STOPPED, Attempt, R
 
 Result = TypeVar("Result")
 
-SUBMITTER_LIMIT = 120.0
-"""Seconds to wait while another submission uses the same folder of runs."""
+SUBMITTER_LIMIT = 120.0  # seconds to wait while another submission uses the same folder of runs
 FAILURES = (OSError, subprocess.SubprocessError, UserError)
 """Errors of a scheduler's or a host's commands that become the reason of a refusal."""
 
@@ -112,7 +111,6 @@ class RemoteExecutor(Executor):
         return None
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Start runs that are not done, queued or running, without waiting for them."""
         found: dict[Path, Submission] = {}
         for runs in dict.fromkeys(plan.runs for plan in plans):
             here = [plan for plan in plans if plan.runs == runs]
@@ -146,7 +144,6 @@ class RemoteExecutor(Executor):
         host_agent.publish_address(folder, rank, address, zlib.crc32((rank.job_id or rank.token or "").encode()))
 
     def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Set MASTER_ADDR and MASTER_PORT to rank 0's address."""
         host_agent.join_rendezvous(folder, rank)
 
     def attempt(self, folder: RunFolder) -> Attempt | None:
@@ -255,7 +252,6 @@ class QueueExecutor(RemoteExecutor):
         Raises OSError, subprocess.SubprocessError or UserError if the queue does not answer."""
 
     def require(self, plans: Sequence[RunPlan]) -> None:
-        """Check that the queue answers. Raises UserError."""
         found = [self.options(plan.experiment.cluster) for plan in plans]
         for options in {repr(options): options for options in found}.values():
             try:
@@ -266,7 +262,6 @@ class QueueExecutor(RemoteExecutor):
                 raise UserError(f"cluster.kind={self.kind}: {what}. {remedy}.") from None
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
-        """Queue a run."""
         job = self.record_intent(plan, snapshot)
         try:
             job_id = self.enqueue(self.options(plan.experiment.cluster), job)
@@ -297,7 +292,6 @@ class QueueExecutor(RemoteExecutor):
         return found
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
-        """Remove waiting jobs from the queue, and ask active runs to save and stop; returns a message per folder."""
         statuses, lines = self.status(folders), {}
         for folder in folders:
             status = statuses.get(folder.path, JobStatus("gone"))
@@ -334,7 +328,6 @@ class HostsExecutor(RemoteExecutor):
             self._hosts(plan)
 
     def script(self, plan: RunPlan) -> str:
-        """Command of each host."""
         job = self.planned_job(plan)
         return "".join(f"# {host}\n{_detached(job, node)}\n" for node, host in enumerate(self._hosts(plan)))
 

@@ -90,10 +90,8 @@ class Interrupts:
     """Counts SIGINT, SIGTERM and SIGHUP inside the block, in the main thread. An ignored SIGHUP (nohup) stays so."""
 
     def __init__(self) -> None:
-        self.first: str | None = None
-        """Name of the first signal, or Ctrl-C; None before it."""
-        self.again = False
-        """True after a second signal."""
+        self.first: str | None = None  # name of the first signal, or Ctrl-C; None before it
+        self.again = False  # True after a second signal
         self._time = 0.0
         self._before: dict[signal.Signals, Any] = {}
 

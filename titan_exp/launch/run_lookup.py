@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 from titan_exp.config.checkpoint_files import is_url
 from titan_exp.config.errors.user_error import UserError, did_you_mean, listed, shown
-from titan_exp.config.foreign_file import read_text
+from titan_exp.config.foreign_file import of_kind, read_text
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.config.study.labels import names_all, words_of
 from titan_exp.config.study.ladder import LadderRung
@@ -75,24 +75,50 @@ class StudyRecord:
     metrics: Mapping[str, str]  # better direction, `min` or `max`, by compared metric
     points: tuple[StudyRun, ...]  # points that can run, in study order
     skipped: Mapping[str, str]  # skip reasons of all other points, by label
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys that a named list sets together, by list name."""
-    rounds: RoundsRecord = field(default_factory=RoundsRecord)
-    """Metric, better direction and, with halving, rungs and kept fraction; empty if all points start together."""
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Kind and bounds of each range of a search, by key."""
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys that a named list sets together
+    rounds: RoundsRecord = field(default_factory=RoundsRecord)  # empty if all points start together
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kind and bounds of each range, by key
     tune: str = ""  # key over which each group of the comparison is tuned
     others: tuple[StudyRun, ...] = ()  # points of earlier calls that the last one did not ask for
-    registered: Registration | None = None
-    dropped: str = ""
+    registered: Registration | None = None  # question, as registered before the first run
+    dropped: str = ""  # reason for ending the question between looks; empty if it goes on, or ended at a look
     removed: tuple[StudyRun, ...] = ()  # points of earlier calls that the study's file no longer has
     ladder: LadderRecord | None = None  # ladder of sizes; None of another study
     time: float = 0.0
+
+    @cached_property
+    def by_run(self) -> Mapping[str, StudyRun]:
+        """Points by run id."""
+        return {point.run_id: point for point in self.points}
 
     @property
     def command(self) -> str:
         """Last call, as typed."""
         return sweep_command(self.name, self.size, self.typed)
+
+    @property
+    def rungs(self) -> Sequence[str]:
+        """Rungs of successive halving; empty without halving."""
+        return self.rounds.get("rungs", ())
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True for a search or successive halving."""
+        return bool(self.rounds or self.parameters)
+
+
+def study_record(values: dict[str, Any]) -> StudyRecord:
+    """Record that any release wrote. Each writes further fields, and an earlier one lacks some, which are empty here;
+    no point lacks its run and variant."""
+    empty = (StudyRecord("", "", "", (), None, {}, (), {}), StudyRun("", "", None, "", "", 0, 0, "", ()))
+    record, point = (json.loads(json.dumps(asdict(one))) for one in empty)
+    del point["run_id"], point["variant"]
+    runs = {
+        name: [{**point, **one} if isinstance(one, dict) else one for one in values[name]]
+        for name in ("points", "others", "removed")
+        if isinstance(values.get(name), list)
+    }
+    return of_kind(StudyRecord, {**record, **values, **runs})
 
 
 def sweep_command(name: str, size: str, typed: Sequence[str]) -> str:
@@ -105,15 +131,11 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.yaml = path / "study.yaml"
-        """Study file as of the last launch."""
+        self.yaml = path / "study.yaml"  # study file as of the last launch
         self.json = path / "study.json"
-        self.history = path / "history"
-        """Earlier versions of study.yaml and study.json."""
-        self.stop = path / "stop"
-        """Stop flag: no further run is started."""
-        self.lock = path / ".lock"
-        """Lock of the process that runs the study on this machine."""
+        self.history = path / "history"  # earlier versions of study.yaml and study.json
+        self.stop = path / "stop"  # stop flag: no further run is started
+        self.lock = path / ".lock"  # lock of the process that runs the study on this machine
 
     def run(self, point: StudyRun) -> RunFolder:
         """Run folder of a point; may not exist yet."""
@@ -336,15 +358,12 @@ def _in_group(path: Path) -> list[RunEntry]:
     with suppress(UserError):  # damaged: its runs count as outside any study
         record = study.read()
     if record is not None:
-        rungs = len(record.rounds.get("rungs", ()))
-        for point in record.points:
-            folder = study.run(point)
-            found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, rungs=rungs))
-        for number, point in enumerate((*record.others, *record.removed)):
-            folder, removed = study.run(point), number >= len(record.others)
-            if folder.path.is_dir():
-                entry = RunEntry(folder, point.label, path.name, point, asked=False, removed=removed, rungs=rungs)
-                found.setdefault(folder.path, entry)
+        groups = ((record.points, True, False), (record.others, False, False), (record.removed, False, True))
+        for points, asked, removed in groups:
+            for folder, point in ((study.run(point), point) for point in points):
+                if asked or folder.path.is_dir():
+                    entry = RunEntry(folder, point.label, path.name, point, asked, removed, len(record.rungs))
+                    found.setdefault(folder.path, entry)
     others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in readable_runs(path)]
     for entry in sorted(others, key=lambda entry: -_mtime(entry.folder)):
         found.setdefault(entry.folder.path, entry)

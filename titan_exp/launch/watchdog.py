@@ -18,7 +18,7 @@ from typing import Any
 
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.tracking.logging import STEP, ProgressSnapshot, ProgressTracker, get_logger
-from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.run_folder.files import wait_until, write_atomically
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 """torch environment variable: number of flight recorder entries, read when the process group is created."""
@@ -127,8 +127,7 @@ class HangFiles:
 
     def __init__(self, logs: Path, world_size: int) -> None:
         self.logs, self.world_size = logs, world_size
-        self.flag = logs / "hang"
-        """Created by the first rank that detects the hang."""
+        self.flag = logs / "hang"  # created by the first rank that detects the hang
         self.report = logs / "hang.txt"
 
     def stacks(self, rank: int) -> Path:
@@ -376,10 +375,8 @@ class Watchdog(threading.Thread):
                 files.recorder(self._rank).write_text(json.dumps(recorder, indent=1), encoding="utf-8")
             files.write_rank_stack(rank_stack(position, self._rank, recorder))
         # The first rank writes the report once the others have reported.
-        deadline = time.monotonic() + min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
-        done = files.all_reported if first else files.report.exists
-        while not done() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        most = min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
+        wait_until(files.all_reported if first else files.report.exists, most)
         hang = files.report_hang() if first or files.report.exists() else None
         self._give_up(f"hung at step {position.at} in {position.phase}" if hang is None else hang.headline)
 

@@ -176,6 +176,11 @@ RUN_FIELDS = (
 """Fields of a run in the JSON output."""
 
 
+ESTIMATED = {"": "mean", ".low": "low", ".high": "high"}
+COMPARED = {"delta": "difference", "delta_low": "low", "delta_high": "high", "p": "p", "p_holm": "p_holm"}
+"""Fields of an estimate and of a difference, by the ending of their column."""
+
+
 def records(comparison: Comparison) -> list[dict[str, Any]]:
     """One flat dictionary per row, for a data frame: its label, full keys, and plain numbers for every metric. A metric
     NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low, NAME.delta_high,
@@ -284,18 +289,10 @@ def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
     record["baseline"] = index == comparison.baseline
     for metric in comparison.metrics:
         name, estimate, delta = metric.name, row.estimates[metric.name], row.deltas[metric.name]
-        record |= {
-            name: estimate.mean if estimate else None,
-            f"{name}.low": estimate.low if estimate else None,
-            f"{name}.high": estimate.high if estimate else None,
-            f"{name}.n": estimate.n if estimate else 0,
-            f"{name}.delta": delta.difference if delta else None,
-            f"{name}.delta_low": delta.low if delta else None,
-            f"{name}.delta_high": delta.high if delta else None,
-            f"{name}.p": delta.p if delta else None,
-            f"{name}.p_holm": delta.p_holm if delta else None,
-            f"{name}.verdict": findings.verdict(metric, delta, comparison.standing) or None,
-        }
+        record |= {f"{name}{ending}": getattr(estimate, field, None) for ending, field in ESTIMATED.items()}
+        record[f"{name}.n"] = estimate.n if estimate else 0
+        record |= {f"{name}.{ending}": getattr(delta, field, None) for ending, field in COMPARED.items()}
+        record[f"{name}.verdict"] = findings.verdict(metric, delta, comparison.standing) or None
     return record
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.cells import cell_len
@@ -30,7 +30,7 @@ from titan_exp.config.command_line.output import plain
 from titan_exp.config.errors.user_error import listed
 from titan_exp.config.schema.identity_keys import flatten
 from titan_exp.tracking.display import format_count, format_items, render_page
-from titan_exp.tracking.run_folder.metrics_jsonl import column_of, last_fiftieth
+from titan_exp.tracking.run_folder.metrics_jsonl import last_fiftieth
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 POINTS = 120_000  # maximum number of points of a page, over all runs
@@ -62,7 +62,7 @@ def downsample(run: ComparedRun, key: str, most: int) -> list[list[float | None]
     last 2 %, whose mean is the run's loss, with other rows."""
     known = [
         (float(tokens), float(step or 0), float(value))
-        for tokens, step, value in zip(*(column_of(run.rows, name) for name in ("tokens", "step", key)), strict=True)
+        for tokens, step, value in zip(*map(run.rows.column, ("tokens", "step", key)), strict=True)
         if value is not None and tokens is not None
     ]
     size, tail = math.ceil(len(known) / most) or 1, len(known) - len(last_fiftieth(known))
@@ -212,71 +212,66 @@ class FittedTable:
 def fit_keys(table: TextTable, width: int, beside: int) -> FittedTable:
     """Fit the key columns beside columns of width `beside`, by shortening their texts, then leaving columns out.
     Numbers are never shortened. Columns that are not needed to distinguish rows go first."""
-    places = list(range(len(table.keys)))
+    columns = [_Column(name, tuple(row.keys[place] for row in table.rows)) for place, name in enumerate(table.keys)]
+    numbers, kept = _Column(ROW, tuple(str(number) for number in range(1, len(table.rows) + 1))), list(columns)
     while True:
-        natural = [_column_width(table, place) for place in places]
-        least = [_least_width(table, place) for place in places]
-        fitted = _with_widths(table, places, _shrunk(natural, least, width - beside))
-        shown = [row.keys for row in fitted.table.rows]
-        numbers = 0 if len(set(shown)) == len({row.keys for row in table.rows}) else len(str(len(shown)))
-        room = width - beside - (max(numbers, len(ROW)) + BETWEEN if numbers else 0)
-        if numbers:
-            fitted = _with_widths(table, places, _shrunk(natural, least, room))
-            rows = [replace(row, keys=(str(number), *row.keys)) for number, row in enumerate(fitted.table.rows, 1)]
-            numbered = replace(fitted.table, keys=(ROW, *fitted.table.keys), rows=tuple(rows))
-            pairs = [zip(table.keys, row.keys, strict=True) for row in table.rows]
-            labels = [" ".join(f"{name}={value}" for name, value in row) for row in pairs]
-            fitted = replace(fitted, table=numbered, labels=tuple(labels))
-        if not places or sum(least) + BETWEEN * len(least) <= room:
-            return fitted
-        places.remove(_expendable(table, places))
+        room = width - beside
+        shown = _shrunk(kept, room)
+        numbered = _distinct(shown) < _distinct(columns)
+        if numbered:
+            room -= numbers.width + BETWEEN
+            shown = [numbers, *_shrunk(kept, room)]
+        if not kept or sum(column.least + BETWEEN for column in kept) <= room:
+            break
+        spared = [one for one in kept if _distinct([other for other in kept if other != one]) == _distinct(kept)]
+        kept.remove((spared or kept)[-1])
+    rows = [replace(row, keys=tuple(column.texts[place] for column in shown)) for place, row in enumerate(table.rows)]
+    pairs = [zip(table.keys, row.keys, strict=True) for row in table.rows if numbered]
+    return FittedTable(
+        replace(table, keys=tuple(column.name for column in shown), rows=tuple(rows)),
+        left_out=tuple(column.name for column in columns if column not in kept),
+        shortened=tuple(column.name for column in kept if column not in shown),
+        labels=tuple(" ".join(f"{name}={value}" for name, value in row) for row in pairs),
+    )
 
 
-def _column_width(table: TextTable, place: int) -> int:
-    return max(map(cell_len, [table.keys[place], *(row.keys[place] for row in table.rows)]))
+class _Column(NamedTuple):
+    """Key column with the text of each row."""
+
+    name: str
+    texts: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, (self.name, *self.texts)))
+
+    @property
+    def least(self) -> int:
+        """Width below which the column cannot be shortened, set by its numbers."""
+        # Text that begins as a number, list or mapping and has a digit; names such as llama3_8b are text.
+        numbers = [text for text in self.texts if re.match(r"[-+.\d\[{]", text) and any(map(str.isdigit, text))]
+        return min(self.width, max([NARROWEST, *map(cell_len, numbers)]))
+
+    def cut(self, width: int) -> "_Column":
+        texts = (text if cell_len(text) <= width else f"{text[: width - 1]}…" for text in (self.name, *self.texts))
+        name, *rows = texts
+        return _Column(name, tuple(rows))
 
 
-def _least_width(table: TextTable, place: int) -> int:
-    """Width below which a column cannot be shortened, set by its numbers."""
-    # Text that begins as a number, list or mapping and has a digit; names such as llama3_8b are text.
-    texts = [text for row in table.rows if re.match(r"[-+.\d\[{]", text := row.keys[place])]
-    numbers = max((cell_len(text) for text in texts if any(map(str.isdigit, text))), default=0)
-    return min(_column_width(table, place), max(NARROWEST, numbers))
-
-
-def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Widths of columns: natural if they fit; otherwise the widest shrink first."""
-    widths = list(natural)
+def _shrunk(columns: Sequence[_Column], room: int) -> list[_Column]:
+    """Columns as they are if they fit; otherwise the widest shrink first."""
+    widths = [column.width for column in columns]
     while sum(widths) + BETWEEN * len(widths) > room:
-        over = [place for place in range(len(widths)) if widths[place] > least[place]]
+        over = [place for place, column in enumerate(columns) if widths[place] > column.least]
         if not over:
             break
         widths[max(over, key=lambda place: widths[place])] -= 1
-    return widths
+    return [column.cut(width) for column, width in zip(columns, widths, strict=True)]
 
 
-def _with_widths(table: TextTable, places: Sequence[int], widths: Sequence[int]) -> FittedTable:
-    def cut(texts: Sequence[str]) -> tuple[str, ...]:
-        pairs = zip(places, widths, strict=True)
-        return tuple(
-            text if cell_len(text := texts[place]) <= width else f"{text[: width - 1]}…" for place, width in pairs
-        )
-
-    left_out = tuple(name for place, name in enumerate(table.keys) if place not in places)
-    rows = tuple(replace(row, keys=cut(row.keys)) for row in table.rows)
-    cells = zip(places, widths, strict=True)
-    shortened = tuple(table.keys[place] for place, width in cells if width < _column_width(table, place))
-    return FittedTable(replace(table, keys=cut(table.keys), rows=rows), left_out, shortened)
-
-
-def _expendable(table: TextTable, places: Sequence[int]) -> int:
-    """Last column that is not needed to distinguish rows, else the last column."""
-
-    def distinct(kept: Sequence[int]) -> int:
-        return len({tuple(row.keys[place] for place in kept) for row in table.rows})
-
-    spared = [left for left in places if distinct([place for place in places if place != left]) == distinct(places)]
-    return (spared or places)[-1]
+def _distinct(columns: Sequence[_Column]) -> int:
+    """Number of rows that the columns tell apart."""
+    return len(set(zip(*(column.texts for column in columns), strict=True))) or 1
 
 
 COLORS = {"better": "green", "worse": "red", "different": "yellow"}
@@ -337,21 +332,25 @@ def show_section(section: study_sections.Section, console: Console) -> None:
         console.print(Text(note, style=QUIET))
 
 
-def _table(found: TextTable, metrics: Sequence[int]) -> Table:
-    table = _grid()
-    for name in found.keys:
-        table.add_column(name, no_wrap=True)
+def _columns(found: TextTable, metrics: Sequence[int]) -> Iterator[tuple[str, Literal["left", "right"], list[Text]]]:
+    """Heading, alignment and cells of each column."""
+    for place, name in enumerate(found.keys):
+        yield name, "left", [Text(row.keys[place]) for row in found.rows]
     if found.has_seeds:
-        table.add_column("n", justify="right", no_wrap=True)
+        yield "n", "right", [Text(row.n) for row in found.rows]
     if found.has_states:
-        table.add_column("state", no_wrap=True)
+        yield "state", "left", [Text(row.state) for row in found.rows]
     for place in metrics:
-        table.add_column(Text(head(found.metrics[place])), justify="right", no_wrap=True)
-    for row in found.rows:
-        between = [row.n] if found.has_seeds else []
-        between += [row.state] if found.has_states else []
-        cells = [_cell(row.cells[place], baseline=row.is_baseline) for place in metrics]
-        table.add_row(*map(Text, row.keys), *map(Text, between), *cells)
+        cells = [_cell(row.cells[place], baseline=row.is_baseline) for row in found.rows]
+        yield head(found.metrics[place]), "right", cells
+
+
+def _table(found: TextTable, metrics: Sequence[int]) -> Table:
+    table, columns = _grid(), list(_columns(found, metrics))
+    for name, justify, _ in columns:
+        table.add_column(Text(name), justify=justify, no_wrap=True)
+    for cells in zip(*(cells for *_, cells in columns), strict=True):
+        table.add_row(*cells)
     return table
 
 
@@ -375,14 +374,8 @@ def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> lis
 
 
 def _width(found: TextTable, metrics: Sequence[int]) -> int:
-    columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
-    columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
-    columns += [["n", *(row.n for row in found.rows)]] if found.has_seeds else []
-    for place in metrics:
-        cells = [_cell(row.cells[place], baseline=row.is_baseline) for row in found.rows]
-        lines = [line for cell in [Text(head(found.metrics[place])), *cells] for line in cell.plain.splitlines()]
-        columns.append(lines)
-    return 2 + sum(max(map(cell_len, column)) + BETWEEN for column in columns)
+    columns = [[name, *(cell.plain for cell in cells)] for name, _, cells in _columns(found, metrics)]
+    return 2 + sum(max(cell_len(line) for text in texts for line in text.splitlines()) + BETWEEN for texts in columns)
 
 
 def _scaling_table(series: study_sections.ScalingSeries) -> Table:

@@ -170,31 +170,32 @@ def _series(rows: MetricRows, key: str) -> Series:
 COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#9f3a9f", "#b7791f", "#2c7a7b", "#718096", "#c53030", "#553c9a", "#1a202c")
 STYLES = ("-", "--", ":", "-.")  # line styles; each style runs through all colours
 LINE, SIDE = 90, 30  # number of letters in a line of the legend, and below an axis of a third of the width
+DPI = 110
 SPREAD = 5.0  # ratio of the largest to the smallest value above which an axis becomes logarithmic
 
 
-def study_plots(comparison: Comparison) -> list[tuple[str, bytes]]:
+def study_plots(comparison: Comparison) -> Iterator[tuple[str, bytes]]:
     """Title and PNG of each plot."""
-    found = []
     if (tuning := comparison.tuning) is not None and any(len(group.points) > 1 for group in tuning.groups):
         lost = any(point.diverged for group in tuning.groups for point in group.points)
-        marks = f"filled: the best{', dotted: diverged' * lost}"
-        title = f"{tuning.metric} against {tuning.short} ({marks})"
         lines = sum(len(_wrapped(group.label)) for group in tuning.groups)
         height = 4.6 + 0.2 * lines + _room([point.value for group in tuning.groups for point in group.points])
-        found.append((title, _png(lambda figure: draw_tuning(figure.subplots(), comparison, tuning), 8, height)))
+        figure = _new_figure(8, height, DPI)
+        draw_tuning(figure.subplots(), comparison, tuning)
+        marks = f"filled: the best{', dotted: diverged' * lost}"
+        yield f"{tuning.metric} against {tuning.short} ({marks})", _png(figure, DPI)
     if (learnt := comparison.learnt) is not None and learnt.parameters:
-        count = len(learnt.parameters)
         height = 3.6 + max(_room([value for value, _ in parameter.points]) for parameter in learnt.parameters)
+        figure = _new_figure(max(8, 4 * min(3, len(learnt.parameters))), height, DPI)
+        draw_parameters(figure, learnt)
         values = [value for parameter in learnt.parameters for _, value in parameter.points if value is not None]
         marks = f"filled: the best{', ×: diverged' * (not all(map(math.isfinite, values)))}"
-        title = f"{learnt.metric.replace('_', ' ')} against each parameter ({marks})"
-        found.append((title, _png(lambda figure: draw_parameters(figure, learnt), max(8, 4 * min(3, count)), height)))
+        yield f"{learnt.metric.replace('_', ' ')} against each parameter ({marks})", _png(figure, DPI)
     if (ladder := comparison.ladder) is not None:
+        figure = _new_figure(8, 5, DPI)
+        draw_ladder(figure.subplots(), ladder)
         law = f" (curves: {ladder.law.form})" if ladder.law is not None else ""
-        title = f"{ladder.metric.replace('_', ' ')} over FLOPs{law}"
-        found.append((title, _png(lambda figure: draw_ladder(figure.subplots(), ladder), 8, 5)))
-    return found
+        yield f"{ladder.metric.replace('_', ' ')} over FLOPs{law}", _png(figure, DPI)
 
 
 def draw_ladder(axes: "Axes", ladder: LadderOutcome) -> None:
@@ -302,11 +303,9 @@ def _room(values: Sequence[Any]) -> float:
     return 0.08 * min(SIDE, max(map(len, names))) if sum(map(len, names)) > SIDE else 0.0
 
 
-def _png(draw: "Callable[[Figure], None]", width: float, height: float) -> bytes:
-    figure = _new_figure(width, height, 110)
-    draw(figure)
+def _png(figure: "Figure", dpi: int) -> bytes:
     data = io.BytesIO()
-    figure.savefig(data, format="png")
+    figure.savefig(data, format="png", dpi=dpi)
     return data.getvalue()
 
 
@@ -330,11 +329,7 @@ def draw_expert_load(run_folder: Path) -> Path | None:
 def expert_load_png(run_folder: Path) -> bytes | None:
     """Same plot as bytes of a PNG file, for a page."""
     history = read_load(run_folder)
-    if history is None:
-        return None
-    data = io.BytesIO()
-    _figure(run_folder, history).savefig(data, format="png", dpi=80)
-    return data.getvalue()
+    return None if history is None else _png(_figure(run_folder, history), 80)
 
 
 def read_load(run_folder: Path) -> LoadHistory | None:

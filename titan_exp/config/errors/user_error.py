@@ -87,6 +87,12 @@ def listed(words: Iterable[object], joined_by: str = "or") -> str:
     return f"{', '.join(head)} {joined_by} {last}" if head else last
 
 
+def some_of(words: Sequence[str], most: int = 5) -> str:
+    """Join the first words, and count the others: `a, b and 3 more`."""
+    rest = [f"{len(words) - most} more"] if len(words) > most else []
+    return listed([*words[:most], *rest], "and")
+
+
 def nearest_numbers(value: int, numbers: Iterable[int], count: int = 3) -> list[int]:
     """Nearest `count` numbers to a value, in increasing order."""
     return sorted(sorted(set(numbers), key=lambda number: (abs(number - value), number))[:count])

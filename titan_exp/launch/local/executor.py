@@ -61,12 +61,10 @@ class LocalExecutor(Executor):
         return [results[number] or Submission(plan, "not started", exit_code=code) for number, plan in enumerate(plans)]
 
     def launch(self, plan: RunPlan) -> Submission:
-        """Run one plan with a progress display."""
         outcome = run(plan)
         return _submission(plan, outcome.summary.state, outcome.exit_code)
 
     def rank_info(self) -> RankInfo | None:
-        """Rank started by submitit's local controller; None under another launcher."""
         return submitit_rank() if ATTEMPT in os.environ else None
 
 

@@ -52,8 +52,7 @@ class LocalRanks:
         self.world_size = layout.world_size
         self.logs = folder.attempt_logs(attempt)
         self._hang = HangFiles(self.logs, self.world_size)
-        self.job_id = ""
-        """Pid of submitit's controller."""
+        self.job_id = ""  # pid of submitit's controller
         self._cluster = layout.cluster
         self._rendezvous_folder: Path | None = None
         self._folder_lock: files.FileLock | None = None
@@ -125,9 +124,9 @@ class LocalRanks:
         self._killed = True
         self._find_processes()
         _kill_trees(self._processes.values())
-        if not self._wait_until_over() and self._controller is not None:
+        if not files.wait_until(self._over, GRACE) and self._controller is not None:
             _kill_trees([self._controller])
-            self._wait_until_over()
+            files.wait_until(self._over, GRACE)
 
     def close(self) -> None:
         """Kill remaining ranks, then remove the rendezvous folder and empty stack files."""
@@ -153,12 +152,6 @@ class LocalRanks:
     def _over(self) -> bool:
         assert self._job is not None
         return self._job.poll() is not None
-
-    def _wait_until_over(self) -> bool:
-        deadline = time.monotonic() + GRACE
-        while not self._over() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self._over()
 
     def _find_processes(self) -> None:
         if self._controller is None or len(self._processes) == self.world_size:

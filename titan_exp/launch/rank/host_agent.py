@@ -29,7 +29,7 @@ from titan_exp.launch.attempt_end import AttemptResult, close_attempt
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank import rank_env
 from titan_exp.launch.watchdog import REPORT_TIMEOUT, HangFiles
-from titan_exp.tracking.run_folder.files import write_atomically
+from titan_exp.tracking.run_folder.files import wait_until, write_atomically
 from titan_exp.tracking.run_folder.run_folder import DONE, FAILED, STOPPED, Attempt, RunFolder
 
 ATTEMPT_TIMEOUT = 60.0  # seconds that other ranks wait for rank 0 to record the start
@@ -54,19 +54,19 @@ def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor
     """Record the start in the row written at submission; if the scheduler restarted the job, in a new row."""
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
-    same_job = last is not None and rank.token is not None and last.token == rank.token
-    if rank.token is not None and not same_job:
+    own = last if last is not None and rank.token is not None and last.token == rank.token else None  # of this job
+    if rank.token is not None and own is None:
         anew = "" if last is None else f" (attempt {last.attempt})"
         what = f"somebody started this run anew after job {rank.job_id or rank.token} was submitted{anew}"
         raise UserError(f"{folder.path}: {what}, so this job ends.")
-    if last is not None and same_job and rank.restarts is None:
-        rank = replace(rank, job_id=last.job_id or rank.job_id)  # the submission knows the id
-    if last is not None and same_job and last.start is None and last.end is None:
-        number = last.attempt
+    if own is not None and rank.restarts is None:
+        rank = replace(rank, job_id=own.job_id or rank.job_id)  # the submission knows the id
+    if own is not None and own.start is None and own.end is None:
+        number = own.attempt
     else:
-        if last is not None and same_job and last.end is None:
+        if own is not None and own.end is None:
             reason = "the scheduler ended it without a record (a node failed, or somebody requeued it)"
-            folder.update_attempt(last.attempt, end=time.time(), reason=reason)
+            folder.update_attempt(own.attempt, end=time.time(), reason=reason)
         attempt_end.close_dead_attempts(folder)
         number = folder.add_attempt(
             world_size=rank.world_size,
@@ -74,7 +74,7 @@ def _open_attempt(folder: RunFolder, rank: rank_env.RankInfo, executor: Executor
             job_id=rank.job_id or None,
             launched_by=BY_HAND if rank.token is None or executor is None else executor.kind,
             token=rank.token,
-            requeues=attempt_end.requeues_after(folder, last) if last is not None and same_job else 0,
+            requeues=0 if own is None else attempt_end.requeues_after(folder, own),
         ).attempt
     if rank.token is None:
         folder.clear_stop()  # a batch script has already cleared the request, and a stop may have been requested since
@@ -118,11 +118,9 @@ def publish_address(folder: RunFolder, rank: rank_env.RankInfo, address: str, jo
 def join_rendezvous(folder: RunFolder, rank: rank_env.RankInfo) -> None:
     """Set MASTER_ADDR and MASTER_PORT to rank 0's address. Raises UserError if rank 0 has published none."""
     assert rank.attempt is not None
-    path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise UserError(f"{path} did not appear within {RENDEZVOUS_TIMEOUT:.0f} s. Do all nodes share this folder?")
-        time.sleep(0.1)
+    path = folder.attempt_logs(rank.attempt) / "meeting"
+    if not wait_until(path.exists, RENDEZVOUS_TIMEOUT):
+        raise UserError(f"{path} did not appear within {RENDEZVOUS_TIMEOUT:.0f} s. Do all nodes share this folder?")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text(encoding="utf-8").split()
     if os.environ["MASTER_ADDR"] == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -79,9 +79,7 @@ def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
 
 def read_record(folder: RunFolder, attempt: int, rank: int, fallback: Path | None = None) -> RankRecord | None:
     """Read a rank's record, trying the fallback folder first; None before its start, or if the record is damaged."""
-    for logs in (fallback, folder.attempt_logs(attempt)):
-        if logs is None:
-            continue
+    for logs in filter(None, (fallback, folder.attempt_logs(attempt))):
         with contextlib.suppress(UserError):  # damaged, which counts as if the rank had not started
             if (record := read_json(logs / f"rank-{rank:05d}.json", RankRecord)) is not None:
                 return record
@@ -101,8 +99,7 @@ class ParentWatchdog(threading.Thread):
         self, folder: RunFolder, rank: "RankInfo", give_up: Callable[[str], None], on_orphaned: Callable[[], None]
     ) -> None:
         super().__init__(name="titan_exp parent watchdog", daemon=True)
-        self.orphaned = False
-        """True if the launcher has exited."""
+        self.orphaned = False  # True if the launcher has exited
         self._folder, self._rank, self._controller = folder, rank, rank.controller
         self._give_up, self._on_orphaned = give_up, on_orphaned
 

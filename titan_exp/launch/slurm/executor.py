@@ -96,17 +96,14 @@ class SlurmExecutor(RemoteExecutor):
             raise UserError(f"{what}. {remedy}.")
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Submit runs that are not done, queued or running, without waiting for them."""
         self._require_login_node(plans)
         return super().submit(plans, options)
 
     def start_runs(self, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> Iterable[Submission]:
-        """Submit an array for each group of runs with equal resources."""
         for group in group_by_resources(plans):
             yield from _submit_group(self, Batch(plans[0].runs, group, snapshot))
 
     def start_run(self, plan: RunPlan, snapshot: CodeSnapshot) -> Submission:
-        """Submit one run."""
         (submission,) = self.start_runs([plan], snapshot)
         return submission
 
@@ -117,30 +114,22 @@ class SlurmExecutor(RemoteExecutor):
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Job status by run folder path, in one query: `gone` if another executor submitted the last attempt."""
-        rows = {folder.path: self.attempt(folder) for folder in folders}
-        known = {path: row for path, row in rows.items() if row is not None}
-        statuses = {path: JobStatus("gone", reason="never submitted to SLURM") for path in rows if path not in known}
-        if not known:
+        rows = {folder.path: row for folder in folders if (row := self.attempt(folder)) is not None}
+        statuses = {folder.path: JobStatus("gone", reason="never submitted to SLURM") for folder in folders}
+        if not rows:
             return statuses
         try:
-            jobs = listed_jobs([(path / "attempts.jsonl").stat().st_uid for path in known])
+            jobs = listed_jobs([(path / "attempts.jsonl").stat().st_uid for path in rows])
         except UnreachableError as error:
-            return statuses | {path: JobStatus("unknown", row.job_id, str(error)) for path, row in known.items()}
-        # Live jobs of runs with several worlds.
+            return statuses | {path: JobStatus("unknown", row.job_id, str(error)) for path, row in rows.items()}
         live = [job for job in jobs if job.phase != "gone"]
-        several = {
-            path: worlds
-            for path, row in known.items()
-            if (worlds := [job for job in live if row.token and job.token.rpartition("_")[0] == row.token])
-        }
-        statuses |= {path: _status_of_worlds(found) for path, found in several.items()}
-        known = {path: row for path, row in known.items() if path not in several}
-        matched = {path: _job_of(row, jobs) for path, row in known.items()}
-        missing = [row.job_id for path, row in known.items() if matched[path] is None and row.job_id and not row.end]
-        ends = accounted(missing)
-        for path, row in known.items():
-            statuses[path] = _job_status(row, matched[path], ends)
-        return statuses
+        for path, row in rows.items():
+            if worlds := [job for job in live if row.token and job.token.rpartition("_")[0] == row.token]:
+                statuses[path] = _status_of_worlds(worlds)
+        single = {path: row for path, row in rows.items() if not statuses[path].jobs}
+        found = {path: _job_of(row, jobs) for path, row in single.items()}
+        ends = accounted([row.job_id for path, row in single.items() if not found[path] and row.job_id and not row.end])
+        return statuses | {path: _job_status(row, found[path], ends) for path, row in single.items()}
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
         """Remove queued jobs and request save-and-stop of active ones; returns a message per folder path. A script
@@ -177,19 +166,16 @@ class SlurmExecutor(RemoteExecutor):
         return lines
 
     def rank_info(self) -> RankInfo | None:
-        """Rank from srun's environment."""
         rank = srun_rank()
         if rank is not None:
             forget_torchrun()
         return rank
 
     def join_world(self, folder: RunFolder, rank: RankInfo) -> tuple[RunFolder, RankInfo] | None:
-        """Join as a rank of the job's world."""
         number = os.environ.get(GROUP)
         return None if number is None or rank.token is None else several_worlds().join(folder, rank, int(number))
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Write rank 0's address into the attempt's log folder."""
         publish_rendezvous(folder, rank)
 
     def existing(self, plan: RunPlan, status: JobStatus | None, snapshot: CodeSnapshot) -> Submission | None:

@@ -153,16 +153,13 @@ class LadderRounds(Rounds):
         return [replace(point, overrides=(*point.overrides, f"{PARENT}={trunk}")) for point, trunk in branches if trunk]
 
     def result(self, finished: Finished) -> str:
-        """Number of runs that have ended."""
         return f"{format_items(len(finished.plan.planned), 'run')} of the ladder have ended"
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
-        """Number of branches."""
         branches = 0 if finished else sum(point.round == 2 for point in self.all)
         return [f"{format_items(branches, 'run')} branch off these where their decay begins."] if branches else []
 
     def cost(self, plan: SweepPlan) -> tuple[list[list[str]], list[str]]:
-        """Table of all rungs with headings, and their cost in total."""
         planned = {(point.rung.scale, point.rung.arm): entry for entry in plan.planned if (point := entry.point).rung}
         seconds, counts = _step_seconds(planned), Counter(point.rung for point in self.all if point.rung)
         with_arm = any(rung.arm for rung in counts)

@@ -57,7 +57,6 @@ class Looks(Rounds):
         super().__init__(self._look(0))
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:
-        """Points of the next look; none once the question is decided."""
         if not finished:
             return self.first
         whole = sum((round.plan for round in finished), SweepPlan())
@@ -95,12 +94,10 @@ class Looks(Rounds):
         raise UserError(f"{what}, so that {self.metric} is of two validation sets. {remedy}")
 
     def result(self, finished: Finished) -> str:
-        """Number of the look."""
         number, ends = finished.plan.planned[0].point.round, self.pairs.ends
         return f"look {number} of {len(ends)}: {format_items(ends[number - 1], 'pair')} complete"
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
-        """Rule that ends the question."""
         assert self.registration is not None, "a look is checked first"
         (candidate, baseline), number, most = self.variants, len(finished) + 1, len(self.pairs.ends)
         early = f", and the last unless {candidate} is ahead" if self.pairs.futility and number < most else ""
@@ -136,13 +133,11 @@ class Looks(Rounds):
         return losing(gains)
 
     def standing(self, plan: SweepPlan, dropped: str = "") -> Standing:
-        """Standing over all planned runs; `dropped` is a reason to end the question between looks."""
         assert self.registration is not None, "a look is checked first"
         runs = {(entry.point.variant, entry.point.seed or 0): self._run(entry) for entry in plan.planned}
         return standing_of(self.registration, runs, dropped)
 
     def conclusion(self, plan: SweepPlan, dropped: str = "") -> str:
-        """Verdict with its numbers; empty while the question is open."""
         standing = self.standing(plan, dropped)
         return "" if standing.outcome == "continue" else standing.sentence
 

@@ -143,8 +143,7 @@ class Rounds:
     registration: Registration | None = None  # registered question, known after `check`; None of another study
 
     def __init__(self, points: Sequence[Point]) -> None:
-        self.first = list(points)
-        """Points of the first round, including excluded ones."""
+        self.first = list(points)  # points of the first round, including excluded ones
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:
         """Points of the round after the finished ones; empty at the end."""
@@ -255,7 +254,6 @@ class Batches(Rounds):
         super().__init__(expand(self._proposed[0]))
 
     def points(self, finished: Sequence[Finished]) -> list[Point]:
-        """Points of the next batch."""
         if not finished:
             return self.first
         results, worst = list[tuple[Choice, float]](), math.inf if self.better == "min" else -math.inf
@@ -276,20 +274,17 @@ class Batches(Rounds):
         return [replace(point, round=len(finished) + 1) for point in new]
 
     def result(self, finished: Finished) -> str:
-        """Best point of a batch."""
         ranking, number = finished.by_variant(self.better), finished.plan.planned[0].point.round
         best, count = next(iter(ranking)), -(-self.search.points // (self.search.batch or 1))
         return f"batch {number} of {count}: the best by {self.metric} is {best} ({ranking[best]:.4f})"
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
-        """Number of points that are still to be proposed."""
         if not (left := self.search.points - sum(map(len, self._proposed))):
             return []
         points = format_items(left, "more point")
         return [f"The search proposes {points} from the results of these, in batches of {self.search.batch}."]
 
     def record(self) -> RoundsRecord:
-        """Metric and direction."""
         return {"metric": self.metric, "better": self.better}
 
 
@@ -334,7 +329,6 @@ class Rungs(Rounds):
                 raise UserError(f"{name} checkpoint.{key}: {what}. Use {remedy}.")
 
     def result(self, finished: Finished) -> str:
-        """Ranking of a rung, and the points that continue."""
         ranking, number = finished.by_variant(self.better), finished.plan.planned[0].point.round
         kept, rungs = self._survivors(finished), len(self.halving.rungs)
         best = ", ".join(f"{variant} ({ranking[variant]:.4f})" for variant in kept[:SHOWN])
@@ -345,7 +339,6 @@ class Rungs(Rounds):
         return f"rung {number} of {rungs}: {len(kept)} of {len(ranking)} {goes}, by {self.metric}: {best}{more}"
 
     def upcoming(self, plan: SweepPlan, finished: Sequence[Finished]) -> list[str]:
-        """Later rungs with their number of runs, and the cost of all rungs."""
         runs, lines = len(plan.planned), []
         seeds = max(1, runs // len({entry.point.variant for entry in plan.planned}))
         steps = self.halving.steps(plan.planned[0].plan.experiment.training.steps)
@@ -361,7 +354,6 @@ class Rungs(Rounds):
         return [*lines, f"All rungs: {trained:,} steps, {all_of}."]
 
     def record(self) -> RoundsRecord:
-        """Metric, direction and rungs."""
         rungs, keep = [str(rung) for rung in self.halving.rungs], str(self.halving.keep)
         return {"metric": self.metric, "better": self.better, "rungs": rungs, "keep": keep}
 

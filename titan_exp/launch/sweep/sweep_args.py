@@ -24,15 +24,11 @@ CHANGE_QUESTION = "--change-question"
 class SweepOptions:
     """Options of a sweep."""
 
-    study: Path | None = None
-    """Study file; its points replace the comma-separated values."""
-    size: str | None = None
-    """Study size; None is the first."""
-    typed: tuple[str, ...] = ()
-    """Typed overrides; they may refer to keys that only some points' groups have."""
+    study: Path | None = None  # study file; its points replace the comma-separated values
+    size: str | None = None  # study size; None is the first
+    typed: tuple[str, ...] = ()  # typed overrides; they may refer to keys that only some points' groups have
     dry_run: bool = False
-    skip: bool = False
-    """Skip points that cannot run; studies always do."""
+    skip: bool = False  # skip points that cannot run; studies always do
     jobs: int = 1
     prune: bool = False
     yes: bool = False

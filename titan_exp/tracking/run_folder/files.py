@@ -11,7 +11,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +80,14 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def wait_until(happened: Callable[[], object], seconds: float, pause: float = 0.1) -> bool:
+    """Poll until something has happened, such as a file of another process; False if it has not in so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (has_happened := bool(happened())) and time.monotonic() < deadline:
+        time.sleep(pause)
+    return has_happened
 
 
 @dataclass(frozen=True)

@@ -433,9 +433,15 @@ class Standing:
     def question(self, study: str) -> Question:
         """Row of the ledger, for the study in the folder of that name."""
         one, verdict = self.registration, self.verdict
-        registered = ("id", "candidate", "baseline", "arms", "metric", "scale", "rule", "changed")
         return Question(
-            **{name: getattr(one, name) for name in registered},
+            id=one.id,
+            candidate=one.candidate,
+            baseline=one.baseline,
+            arms=one.arms,
+            metric=one.metric,
+            scale=one.scale,
+            rule=one.rule,
+            changed=one.changed,
             study=study,
             pairs=verdict.pairs,
             outcome=self.outcome,

@@ -114,7 +114,7 @@ def test_the_core_names_no_extension_and_extensions_not_each_other():
 
 def test_the_core_trains_plans_and_launches_worlds_and_knows_no_replica_groups():
     words = re.compile(r"replica.?group|lighthouse|torchft|semi.?sync|outer.?optim|diloco", re.IGNORECASE)
-    texts = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".js", ".html", ".css")]
+    texts = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".js", ".html", ".css", ".jinja")]
     texts += [path for folder in ("conf", "sweeps") for path in (PACKAGE.parent / folder).rglob("*.yaml")]
     core = [path for path in texts if PACKAGE / "extensions" not in path.parents and path.name != "provided.json"]
     assert len(core) > 400

@@ -120,7 +120,8 @@ def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "last_layers", lambda experiment: 0)
+    plain = eligibility.repetition
+    monkeypatch.setattr(eligibility, "repetition", lambda experiment: plain(experiment)._replace(last=0))
 
 
 def parameter_groups_keep_their_patterns(monkeypatch: pytest.MonkeyPatch) -> None:

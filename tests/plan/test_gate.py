@@ -17,14 +17,31 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan import changes as changes_module
 from titan_exp.plan import gate as gate_module
-from titan_exp.plan.changes import explain_changes, find_changes
 from titan_exp.plan.devices import DEVICES
-from titan_exp.plan.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, upper_bound
+from titan_exp.plan.gate import (
+    GIB,
+    MemoryCheck,
+    check_memory,
+    explain_changes,
+    explain_oom,
+    find_changes,
+    plan_record,
+    upper_bound,
+)
 from titan_exp.plan.predict import predict
-from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
-from titan_exp.plan.predictions import PredictionRequest, cache_key, get, predict_many, put
+from titan_exp.plan.prediction import (
+    NotPredicted,
+    Prediction,
+    PredictionRequest,
+    RankPrediction,
+    cache_key,
+    from_json,
+    get,
+    merge_ranks,
+    predict_many,
+    put,
+)
 
 H100 = ["cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"]
 
@@ -301,7 +318,7 @@ def test_the_cheapest_changes_that_fit_are_suggested(tmp_path: Path, stub_predic
     found = find_changes(memory_check, tmp_path).found
     assert found[0].overrides == ("training.micro_batch_size=2",)
     assert all(suggestion.memory_check.fits for suggestion in found)
-    assert len(found) == changes_module.MAX_SUGGESTIONS
+    assert len(found) == gate_module.MAX_SUGGESTIONS
     # Nothing that is offered has all of what another offer has, and more.
     assert not any(set(suggestion.overrides) < set(other.overrides) for suggestion in found for other in found)
     assert len(asked) < 20
@@ -363,7 +380,7 @@ def test_where_nothing_fits_it_says_what_was_tried_and_how_to_search(
     assert "training.mixed_precision=bf16" in explain_changes(
         replace(memory_check, experiment=resolved(*typed, "training.mixed_precision=fp32")), tmp_path
     )
-    monkeypatch.setattr(changes_module, "TIME_LIMIT", 0.0)
+    monkeypatch.setattr(gate_module, "TIME_LIMIT", 0.0)
     assert "We stopped after 0 s, before we had tried" in explain_changes(memory_check, tmp_path)
     stub_predictor(lambda _: synthetic(500.0, category="other"))
     (memory_check,) = check_memory([large], tmp_path)

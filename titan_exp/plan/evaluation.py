@@ -18,7 +18,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.data_sets import open_files, validation_sets
 from titan_exp.config.schema.foreign_code import described
 from titan_exp.plan.caching_allocator import Events
-from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
+from titan_exp.plan.extrapolate.eligibility import repetition, sampled_edge, small_run
 
 if TYPE_CHECKING:
     from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -154,7 +154,7 @@ def extrapolate_evaluations(
     last stage share them if they have as many layers."""
     from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks
 
-    layout, (distinct, period), end = ResolvedLayout.of(experiment), repetition(experiment), last_layers(experiment)
+    layout, (distinct, period, end) = ResolvedLayout.of(experiment), repetition(experiment)
     counts, owners, known = layout.layer_counts, layout.stage_placement, dict[object, list[EvaluationTrace]]()
     cuda, found = layout.device_type == "cuda", dict[int, list[EvaluationTrace]]()
     # Layers of each stage of the small model: as few as behave like more, and whole periods fewer than the run's.

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,9 +85,10 @@ class RankPlan:
         """Prediction, without its trace."""
         peak, allocator = self.trace.peak, self.allocator
         reserved, retries = (None, 0) if allocator is None else (allocator.reserved, allocator.retries)
-        seconds, operators = None if self.time is None else asdict(self.time), self.trace.costs.operators
-        known = peak.bytes, reserved, peak.by_category, peak.where, seconds, operators, self.saved, retries
-        return RankPrediction(self.pipeline_rank, *known)
+        step = self.time, self.trace.costs.operators
+        return RankPrediction(
+            self.pipeline_rank, peak.bytes, reserved, peak.by_category, peak.where, *step, self.saved, retries
+        )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, small_run
+from titan_exp.plan.extrapolate.eligibility import repetition, small_run
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.prediction import exchange_of
 from titan_exp.plan.trace import segments as step_parts
@@ -144,7 +144,7 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
 
 def _depths(experiment: Experiment) -> range | None:
     """Layers of three small models, a period apart, to unroll from; None if a trace is as fast or nothing repeats."""
-    (distinct, period), last, layers = repetition(experiment), last_layers(experiment), experiment.model.layers
+    (distinct, period, last), layers = repetition(experiment), experiment.model.layers
     few = distinct + last + 2 * period
     few += (layers - few) % period
     if experiment.parallelism.pp > 1 or exchange_of(experiment).phase or layers < MIN_DEPTH * (few + 2 * period):

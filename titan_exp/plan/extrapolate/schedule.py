@@ -6,7 +6,7 @@ schedule.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -96,11 +96,6 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
         for stage, (rank, sample) in enumerate(zip(placement, sample_keys(experiment), strict=True))
         if rank == pipeline_rank
     ]
-
-
-def first_layer(blocks: Mapping[int, int], stage: int) -> int:
-    """Layer number of a sampled stage's first block."""
-    return sum(blocks[number] for number in range(stage))
 
 
 def sample_keys(experiment: Experiment) -> list[SampleKey]:

@@ -5,7 +5,7 @@ A segment does not depend on earlier allocations, so segments of a small model c
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -94,17 +94,6 @@ class Segment:
     events: Sequence[AllocationEvent] = ()  # allocations and releases in order, if recorded
 
 
-class _Cut(NamedTuple):
-    """Start of a segment."""
-
-    start: int
-    position: StepPosition
-    where: str
-    begins_phase: bool
-    category: str
-    costs: OpCosts
-
-
 class SegmentTracker(MemoryTracker):
     """Memory tracker that also cuts a trace into segments."""
 
@@ -120,16 +109,15 @@ class SegmentTracker(MemoryTracker):
         """Position of the current segment."""
         self._block_outputs: set[int] = set()
         self._defaults: dict[int, str] = {}
-        self._cuts: list[_Cut] = []
+        self._cuts: list[tuple[int, Segment]] = []
+        """Number of changes before each segment, and the segment with all costs so far, without events."""
         self.cut(self.position, begins_phase=True)
 
     def begin_phase(self, category: str, where: str, outside_passes: str) -> None:
-        """Begin a phase of the step, and its segment."""
         super().begin_phase(category, where, outside_passes)
         self.cut(self.position.next_phase(where), begins_phase=True)
 
     def begin_step(self) -> None:
-        """Begin the evaluated step and its first segment."""
         super().begin_step()
         self.next_step()
 
@@ -140,16 +128,15 @@ class SegmentTracker(MemoryTracker):
     def cut(self, position: StepPosition, *, begins_phase: bool = False) -> None:
         """End a segment and begin another."""
         self.position, costs = position, sum_costs([self.mode.costs] if self.mode else [])
-        self._cuts.append(_Cut(len(self._changes), position, self.where, begins_phase, self.category, costs))
+        self._cuts.append((len(self._changes), Segment(costs, position, self.where, begins_phase, self.category)))
 
     def mark_matmul(self, *, backward: bool) -> None:
-        """Record the first matmul of a segment in this thread."""
         mark = BACKWARD_MATMUL if backward else FORWARD_MATMUL
-        if all(change.number != mark for change in self._changes[self._cuts[-1].start :]):
+        start, _ = self._cuts[-1]
+        if all(change.number != mark for change in self._changes[start:]):
             self._changes.append(Change(None, mark, 0, 0, self.where))
 
     def mark_block_output(self, output: Any) -> None:
-        """Record the output of a block."""
         if isinstance(output, Tensor):
             self._block_outputs.add(self.allocation_of(output))
 
@@ -164,11 +151,10 @@ class SegmentTracker(MemoryTracker):
     def segments(self) -> list[Segment]:
         """All segments that have ended, with their events."""
         found = list[Segment]()
-        for cut, following in pairwise(self._cuts):
+        for (start, segment), (end, following) in pairwise(self._cuts):
             # The outer sum drops keys of messages that the segment does not send.
-            costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
-            events = [*map(self._event, self._changes[cut.start : following.start])]
-            found.append(Segment(costs, cut.position, cut.where, cut.begins_phase, cut.category, events))
+            costs = sum_costs([sum_costs([following.costs, sum_costs([segment.costs], -1)])])
+            found.append(replace(segment, costs=costs, events=[*map(self._event, self._changes[start:end])]))
         return found
 
     def _event(self, change: Change) -> AllocationEvent:
@@ -193,7 +179,6 @@ class SegmentObserver(StepObserver):
         self._tracker = tracker
 
     def microbatch_begin(self, index: int) -> None:
-        """Begin a micro-batch."""
         self._cut(0, index, "F before")
 
     def action_begin(self, action: Action) -> None:
@@ -223,24 +208,19 @@ class SegmentObserver(StepObserver):
             self._tracker.begin_phase("activations", f"backward, block {weights[0].split('.')[1]}", "")
 
     def gradient_group_begin(self) -> None:
-        """Begin the sum of a parameter group's gradients."""
         self._tracker.begin_phase("activations", GRADIENT_SUM, GRADIENTS)
 
     def stage_reduction_begin(self, stage: int) -> None:
-        """Begin the gradient reduction of a stage."""
         self._tracker.outside_passes = GRADIENTS
         self._cut(stage, None, REDUCE)
 
     def group_reduction_begin(self) -> None:
-        """Begin the gradient reduction of an FSDP parameter group."""
         self._tracker.cut(self._tracker.position.next_group(GROUP))
 
     def stage_reduction_end(self) -> None:
-        """Begin the wait for the reductions of a stage."""
         self._cut(self._tracker.position.stage, None, REST)
 
     def tied_sum_begin(self) -> None:
-        """Begin the sum of tied gradients."""
         self._tracker.outside_passes = GRADIENTS
         self._cut(NOWHERE, None, TIED_SUM)
 

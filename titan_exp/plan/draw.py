@@ -69,11 +69,6 @@ def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[tuple[str, str, str
     yield "checkpoint", format_bytes(plan.checkpoint_bytes), "weights and optimizer state"
 
 
-def device_noun(layout: ResolvedLayout) -> str:
-    """Noun for the device of a rank."""
-    return "GPU" if layout.device_type == "cuda" else "process"
-
-
 @dataclass(frozen=True)
 class ShardedWeight:
     """Weight of one stage, listed once for all of its blocks."""
@@ -237,13 +232,14 @@ MIN_POINTS = 100
 def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
     """Page of a plan made by `command`."""
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in MEANINGS}
+    noun = "GPU" if plan.layout.device_type == "cuda" else "process"
     return render_page(
         "titan_exp.plan",
         SCRIPTS,
-        _page_data(plan),
+        _page_data(plan, noun),
         plan=plan,
         processes=plan.layout.world_size,
-        device=device_noun(plan.layout),
+        device=noun,
         degrees=degrees,
         facts=list(facts(plan, memory_check)),
         command=command,
@@ -252,7 +248,7 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
     )
 
 
-def _page_data(plan: Plan) -> dict[str, Any]:
+def _page_data(plan: Plan, device: str) -> dict[str, Any]:
     layout, shards = plan.layout, dict[int, tuple[dict[str, Any], list[ShardedWeight]]]()
     with no_garbage_collection():
         for rank in plan.ranks:
@@ -261,7 +257,7 @@ def _page_data(plan: Plan) -> dict[str, Any]:
     mesh, _ = next(iter(shards.values()))
     moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {
-        "mesh": {**mesh, "node": layout.node_size, "device": device_noun(layout)},
+        "mesh": {**mesh, "node": layout.node_size, "device": device},
         "stages": [_pieces(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
         "batch": {

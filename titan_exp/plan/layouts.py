@@ -59,7 +59,7 @@ class Candidate:
     @cached_property
     def base(self) -> tuple[Any, ...]:
         """Values of `KEYS`."""
-        return values_of(KEYS, self.experiment)
+        return attrgetter(*KEYS)(self.experiment)
 
     @cached_property
     def layout(self) -> ResolvedLayout:
@@ -99,7 +99,8 @@ class SearchSpace:
 
     def candidate(self, experiment: Experiment, recipe: str | None = None) -> Candidate:
         """Candidate with its differences from the typed run; `recipe` is given if it differs from the typed one."""
-        typed = zip(REFINED, values_of(REFINED, experiment), values_of(REFINED, self.run), strict=True)
+        refined_values = attrgetter(*REFINED)
+        typed = zip(REFINED, refined_values(experiment), refined_values(self.run), strict=True)
         refined = {key: value for key, value, before in typed if value != before}
         more = [(RECIPE, recipe)] if recipe else []
         return Candidate(experiment, model_spec(experiment.model), (*refined.items(), *more))
@@ -208,11 +209,6 @@ def least_bytes(candidate: Candidate) -> float:
     kept = {"none": outputs, "full": spec.dim * len(spec.blocks)}.get(candidate.mode, outputs / 3)
     tokens = layout.micro_batch_size * layout.training.seq_len / own.cp * min(1.0, passes / own.pp)
     return 4 * sharded * (1 + (candidate.experiment.optimizer.max_state or 0)) + gradients + 2 * kept * tokens / own.tp
-
-
-def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
-    """Values of keys."""
-    return attrgetter(*keys)(experiment)
 
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ Its template has the sentences; the scripts in `page/` draw the rest from embedd
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -198,20 +198,15 @@ def trace_json(plan: Plan) -> str:
     known = plan.step_seconds is not None
     unit = "estimated from the device's rates" if known else "one millisecond for each forward pass"
     title = f"{plan.experiment.model.name} on {plan.layout.world_size}: planned step, {unit}"
-    found = {"traceEvents": list(_events(plan)), "displayTimeUnit": "ms", "otherData": {"title": title}}
-    return json.dumps(found) + "\n"
-
-
-def _events(plan: Plan) -> Iterator[dict[str, Any]]:
-    schedule, scale = schedule_of(plan.layout), UNIT_US if plan.step_seconds is None else 1e6
+    schedule, scale, events = schedule_of(plan.layout), 1e6 if known else UNIT_US, list[dict[str, Any]]()
     line, seconds = schedule.timeline(plan)
     whole = max(line.end.values())
     for rank, order in enumerate(schedule.orders):
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}}
-        for turn in range(schedule.passes):
-            for action in order:
-                took, name = COST[action.kind] * seconds[action.stage], NAMES[action.kind]
-                yield {
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}})
+        for turn, action in product(range(schedule.passes), order):
+            took, name = COST[action.kind] * seconds[action.stage], NAMES[action.kind]
+            events.append(
+                {
                     "ph": "X",
                     "pid": rank,
                     "tid": 0,
@@ -221,6 +216,8 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
                     "dur": round(took * scale, 3),
                     "args": {"stage": action.stage, "micro-batch": action.microbatch, "pass": turn},
                 }
+            )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}) + "\n"
 
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")

@@ -35,7 +35,7 @@ from titan_exp.plan.prediction import (
 from titan_exp.plan.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.op_costs import assume_expert_load
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import FakeRank, Trace, fake_rank, pipeline_ranks, trace_step
+from titan_exp.plan.trace.trace_step import FakeRank, Trace, fake_rank, pipeline_ranks
 
 T = TypeVar("T")
 NUMBER = 4  # bytes of an fp32 number
@@ -378,9 +378,6 @@ def _traces(
     workspace = device.matmul_workspace if cuda and device is not None else 0
     options = {"cuda": cuda, "inductor": uses_inductor(traced.compile), "matmul_workspace": workspace}
 
-    def of_evaluation(rank: FakeRank, work: Callable[[], object]) -> Trace:
-        return trace_step(rank.state, work, **options)
-
     if not full and is_worthwhile(layout, traced.activation_checkpoint, len(numbers)):
         why_full = unsupported_reason(traced) or ""
         try:
@@ -388,7 +385,7 @@ def _traces(
                 extrapolator = TraceExtrapolator(traced, cuda, workspace)
                 if not import_paths(experiment):
                     extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, experiment, device))
-                evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
+                evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, options) if kinds else {}
                 for number in numbers:
                     trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
                     whole = model.parameters, model.flops_per_token, ""
@@ -402,7 +399,7 @@ def _traces(
     for number in numbers:
         with fake_rank(traced, pipeline_ranks(layout)[number]) as rank:
             trace = rank.trace(beside=rank.exchanges, **options)
-            own, model = evaluation.trace_evaluations(rank, kinds, of_evaluation), rank.state.built
+            own, model = evaluation.trace_evaluations(rank, kinds, options), rank.state.built
         whole = model.parameters, model.flops_per_token, why_full
         yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
 

@@ -225,7 +225,7 @@ class TraceExtrapolator:
     experiment: Experiment
     cuda: bool
     matmul_workspace: int = 0
-    _optimizer_steps: dict[object, OptimizerStepTrace | Call[OptimizerStepTrace]] = field(default_factory=dict)
+    _optimizer_steps: dict[object, Call[OptimizerStepTrace]] = field(default_factory=dict)
 
     def trace(self, pipeline_rank: int) -> Trace:
         """Trace of a rank's step. Raises ExtrapolationError if the samples do not determine it, and UserError if the
@@ -273,11 +273,9 @@ class TraceExtrapolator:
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepTrace:
         """Trace of setup and optimizer steps, shared by ranks with equal layer counts."""
         shape = self._shape(pipeline_rank)
-        found = self._optimizer_steps.get(shape)
-        if not isinstance(found, OptimizerStepTrace):
-            found = self._tracing(pipeline_rank)() if found is None else found.result()
-            self._optimizer_steps[shape] = found
-        return found
+        if shape not in self._optimizer_steps:
+            self._optimizer_steps[shape] = Call(None, self._tracing(pipeline_rank))
+        return self._optimizer_steps[shape].result()
 
     def _shape(self, pipeline_rank: int) -> object:
         return tuple((stage.kind, len(stage.modes)) for stage in schedule.stages_of(self.experiment, pipeline_rank))

@@ -20,7 +20,7 @@ from titan_exp.plan.prediction import exchange_of
 from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.segments import AllocationEvent, GradientKey, Segment, SegmentTracker, sum_costs
-from titan_exp.plan.trace.trace_step import fake_rank, trace_step
+from titan_exp.plan.trace.trace_step import fake_rank
 
 
 class Token(NamedTuple):
@@ -227,15 +227,8 @@ def _without_passes(experiment: Experiment) -> Experiment:
 def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
     tracker = SegmentTracker()
     with fake_rank(experiment, rank) as fake:
-        trace = trace_step(
-            fake.state,
-            fake.optimizer_step,
-            beside=fake.exchanges,
-            preallocated=fake.preallocated,
-            cuda=cuda,
-            rounds=False,
-            segments=tracker,
-        )
+        options = {"cuda": cuda, "rounds": False, "segments": tracker}
+        trace = fake.trace(fake.optimizer_step, warmup_step=None, beside=fake.exchanges, **options)
         segments, built = tracker.segments(), fake.state.built
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):

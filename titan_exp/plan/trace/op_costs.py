@@ -6,7 +6,7 @@ compiler decides which, on fake tensors too if it believes that there are NCCL a
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -86,17 +86,15 @@ class SymmetricMessage(NamedTuple):
     launches: int
 
 
-@contextmanager
-def assumes_symmetric_memory() -> Iterator[None]:
+def assumes_symmetric_memory() -> AbstractContextManager[None]:
     """Make the fake process group claim symmetric memory in the `with` block."""
-    with replaced_attributes(
+    return replaced_attributes(
         (dist, "is_nccl_available", lambda: True),
         (symmetric_memory, "is_nvshmem_available", lambda: True),
         (symmetric_memory, "set_backend", lambda _: None),
         (symmetric_memory, "is_symm_mem_enabled_for_group", lambda _: True),
         (symmetric_memory, "enable_symm_mem_for_group", lambda _: None),
-    ):
-        yield
+    )
 
 
 def symmetric_message(operator: Any, args: Sequence[Any], out: Any) -> SymmetricMessage | None:

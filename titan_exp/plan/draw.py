@@ -69,21 +69,7 @@ def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[tuple[str, str, str
     yield "checkpoint", format_bytes(plan.checkpoint_bytes), "weights and optimizer state"
 
 
-@dataclass(frozen=True)
-class ShardedWeight:
-    """Weight of one stage, listed once for all of its blocks."""
-
-    stage: int
-    name: str
-    layers: tuple[int, ...]  # blocks with this weight; empty for a weight outside blocks
-    shape: tuple[int, ...]
-    itemsize: int
-    cuts: tuple[tuple[str, int], ...]
-    """Mesh axes that divide the weight, each with its dim, in the order of division. Each axis makes one piece per
-    rank, with sizes rounded up, so the last may be smaller or empty."""
-
-
-def read_shards(rank: FakeRank) -> tuple[dict[str, Any], list[ShardedWeight]]:
+def read_shards(rank: FakeRank) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read the mesh and the sharded weights of a fake rank, before or after its step. The mesh has the degrees of its
     axes and, unless experts are sharded like other weights, of the experts' axes, and the mesh axes that make up each
     axis that divides weights; all outermost first."""
@@ -102,7 +88,7 @@ def _degrees(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
+def _weights(stage: int, module: nn.Module) -> Iterator[dict[str, Any]]:
     """Weights of a stage; equal weights of its blocks are listed once."""
     layers: dict[tuple[str, tuple[int, ...], int, tuple[tuple[str, int], ...]], list[int]] = {}
     for number, full_name, weight in parameters_in_blocks(module):
@@ -110,11 +96,19 @@ def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
         key = (name, tuple(weight.shape), weight.element_size(), sharded_dims(weight))
         layers.setdefault(key, []).extend([] if number is None else [number])
     for (name, shape, itemsize, cuts), numbers in layers.items():
-        yield ShardedWeight(stage, name, tuple(numbers), shape, itemsize, cuts)
+        yield {
+            "stage": stage,
+            "name": name,
+            "layers": _pieces(numbers),  # blocks with this weight; none for a weight outside blocks
+            "shape": shape,
+            "itemsize": itemsize,
+            "cuts": cuts,
+        }
 
 
 def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
-    """Mesh axes larger than 1 that divide a weight, each with its dim, in the order of division."""
+    """Mesh axes larger than 1 that divide a weight, each with its dim, in the order of division. Each axis makes one
+    piece per rank, with sizes rounded up, so the last may be smaller or empty."""
     if not isinstance(weight, DTensor):
         return ()
     mesh = weight.device_mesh
@@ -246,7 +240,7 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
 
 
 def _page_data(plan: Plan, device: str) -> dict[str, Any]:
-    layout, shards = plan.layout, dict[int, tuple[dict[str, Any], list[ShardedWeight]]]()
+    layout, shards = plan.layout, dict[int, tuple[dict[str, Any], list[dict[str, Any]]]]()
     with no_garbage_collection():
         for rank in plan.ranks:
             with traced_rank(plan.experiment, plan.device, rank.pipeline_rank) as fake:
@@ -292,10 +286,10 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _rank(rank: RankPlan, weights: list[ShardedWeight], moments: int) -> dict[str, Any]:
+def _rank(rank: RankPlan, weights: list[dict[str, Any]], moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
-        "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in weights],
+        "weights": weights,
         "messages": sorted(rank.messages, key=itemgetter("bytes"), reverse=True),
         "flops": trace.costs.flops,
         "time": None if rank.time is None else asdict(rank.time),

@@ -279,25 +279,18 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Suggestion:
-    """Moves that make the run fit."""
-
-    overrides: tuple[str, ...]
-    memory_check: MemoryCheck
-
-
-@dataclass(frozen=True)
 class Changes:
     """Result of looking for changes that make a run fit."""
 
-    found: list[Suggestion]  # cheapest suggestions, each predicted; empty if none is found in time
+    found: dict[tuple[str, ...], MemoryCheck]
+    """Cheapest overrides that make the run fit, each with its prediction; empty if none is found in time."""
     tried: list[tuple[str, ...]]
     is_cut_off: bool  # True if the time limit left combinations untried before any was found to fit
 
 
 def find_changes(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> Changes:
     """Predict combinations of moves, the cheapest first, until some fit or the time is over."""
-    began, found, chosen = time.monotonic(), list[Suggestion](), list[tuple[int, ...]]()
+    began, found, chosen = time.monotonic(), dict[tuple[str, ...], MemoryCheck](), list[tuple[int, ...]]()
     tried: list[tuple[str, ...]] = []
     say("It does not fit. Looking for changes that would fit, for up to a minute ...")
     candidates = _candidates(memory_check)
@@ -311,9 +304,10 @@ def find_changes(memory_check: MemoryCheck, runs: Path, say: Callable[[str], Non
         tried += [overrides for _, overrides, _ in batch]
         for (levels, overrides, _), changed in zip(batch, checks, strict=True):
             if changed.fits and not any(_contains(levels, other) for other in chosen):
-                found.append(Suggestion(overrides, changed))
+                found[overrides] = changed
                 chosen.append(levels)
-    return Changes(found[:MAX_SUGGESTIONS], tried, not found and next(candidates, None) is not None)
+    cheapest = dict(itertools.islice(found.items(), MAX_SUGGESTIONS))
+    return Changes(cheapest, tried, not found and next(candidates, None) is not None)
 
 
 def explain_changes(
@@ -325,8 +319,8 @@ def explain_changes(
     lines = [f"This run does not fit: {explain_oom(memory_check)}"]
     if found:
         lines.append("  Predicted to fit:")
-        width = max(len(" ".join(suggestion.overrides)) for suggestion in found)
-        lines += [f"    {' '.join(suggestion.overrides):{width}}  {_outcome(suggestion)}" for suggestion in found]
+        width = max(len(" ".join(overrides)) for overrides in found)
+        lines += [f"    {' '.join(overrides):{width}}  {_outcome(changed)}" for overrides, changed in found.items()]
     else:
         lines += [f"  {line}" for line in _no_change(memory_check, changes, typed)]
     return "\n".join(lines)
@@ -391,8 +385,7 @@ def _changes_of_results(memory_check: MemoryCheck) -> Iterator[tuple[str, ...]]:
                 break
 
 
-def _outcome(suggestion: Suggestion) -> str:
-    memory_check = suggestion.memory_check
+def _outcome(memory_check: MemoryCheck) -> str:
     if memory_check.prediction is None:
         return "fits by an upper bound"
     prediction, memory = memory_check.planned

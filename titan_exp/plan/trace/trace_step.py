@@ -38,7 +38,7 @@ from titan_exp.plan.trace import torch_patches
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.memory_tracker import Moment
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, assumes_symmetric_memory
-from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker, sum_costs, track_phases
+from titan_exp.plan.trace.segments import SegmentTracker, sum_costs, track_phases
 from titan_exp.trainer.forward_backward import Recording
 from titan_exp.trainer.objective import MetricSums
 from titan_exp.trainer.part import Parts
@@ -315,7 +315,7 @@ def trace_step(
         torch_patches.reset_dynamo() if offloaded else nullcontext(),
         torch_patches.skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
         torch_patches.compile_as_for_cuda(beside=offloaded) if inductor and cuda else nullcontext(),
-        observe_steps(SegmentObserver(tracker)),
+        observe_steps(tracker),
     ):
         for tensor in preallocated:
             tracker.track(tensor, "other")

@@ -285,14 +285,9 @@ def predict(
         events = trace.setup_events, trace.step_events
         return processes.replay(*events, expandable=expandable, capacity=room) if cuda else None
 
-    def rank_plan(
-        number: int,
-        trace: Trace,
-        replayed: Call[Reserved] | None,
-        evaluations: Sequence[evaluation.EvaluationTrace] = (),
-    ) -> RankPlan:
+    def rank_plan(number: int, traced: _Traced, replayed: Call[Reserved] | None) -> RankPlan:
+        trace, seconds = traced.trace, None
         weights, state = _state(trace)
-        seconds = None
         if rated is not None:
             seconds = rank_time(trace.costs, trace.axes, rated, layout.node_size if cuda else layout.world_size)
             waited = exchange.seconds(trace.persistent["parameters"], rated, seconds.total)
@@ -301,21 +296,18 @@ def predict(
         saved = round(weights * exchange.saved_numbers(state / max(1, weights)))
         if not cuda:
             trace = replace(trace, peak=exchange.peak_on_cpu(trace.peak, trace.persistent, trace.gradients))
-        return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved, evaluations)
+        return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved, traced.evaluations)
 
     load, worst = experiment.plan.worst_expert_load, None
     with _assumptions(experiment, device), no_garbage_collection(), processes:
         found = {number: (traced, replay(traced.trace)) for number, traced in traces(numbers, kinds)}
         # The last comes first: the pool replays from the first on, and this process those that no other has begun.
-        plans = [
-            rank_plan(number, traced.trace, call, traced.evaluations)
-            for number, (traced, call) in reversed(found.items())
-        ][::-1]
+        plans = [rank_plan(number, traced, call) for number, (traced, call) in reversed(found.items())][::-1]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
-                ((_, (trace, *_)),) = traces([largest], ())
-            worst = rank_plan(largest, trace, replay(trace)).bytes
+                ((_, traced),) = traces([largest], ())
+            worst = rank_plan(largest, traced, replay(traced.trace)).bytes
     weights, state = (sum(part) for part in zip(*(_state(plan.trace) for plan in plans), strict=True))
     # Optimizer state is proportional to the weights of every rank.
     model, _ = found[numbers[-1]]

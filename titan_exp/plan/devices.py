@@ -1,5 +1,4 @@
-"""Accelerators, and the device of a run: capacity, peaks, sustained rates and memory of its processes. Imports no
-torch.
+"""Accelerators, and a run's device: capacity, peaks, sustained rates and memory of its processes. Imports no torch.
 
 Every group of values has a source in its file of `device_table`; unmeasured rates say so. Peaks are dense (no sparsity)
 with fp32 accumulation; link rates are per device and direction. CPU rates come from `titan-exp doctor`, whose rates of
@@ -174,9 +173,8 @@ def room_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> i
 
 
 def overhead_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> int:
-    """Bytes of a GPU that are not for tensors: the CUDA context, NCCL's buffers (for the group of all ranks and one
-    group per mesh axis) and symmetric memory. Async tensor parallelism adds the matmul library's workspaces for a
-    second stream in each thread."""
+    """Bytes of a GPU that are not for tensors: the CUDA context, NCCL's buffers (for all ranks, and for each mesh axis)
+    and symmetric memory. Async tensor parallelism adds matmul workspaces for a second stream in each thread."""
     parallelism = layout.parallelism
     groups = (layout.world_size > 1) + sum(getattr(parallelism, name) > 1 for name in DEGREES)
     workspaces = 2 * device.matmul_workspace if parallelism.async_tp else 0

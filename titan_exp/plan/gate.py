@@ -42,8 +42,7 @@ from titan_exp.tracking.display import GIB, format_bytes
 
 BYTES_PER_PARAMETER = 128
 """Bytes per parameter in the upper bound: 20 for weight, gradient and three elements of optimizer state; 28 for FSDP's
-gathered and reduced copies; 20 for temporaries of the update and of clipping; 28 for the copies of an asynchronous
-save; 32 as margin."""
+gathered and reduced copies; 20 for temporaries of update and clipping; 28 for an asynchronous save; 32 as margin."""
 BYTES_PER_STATE = 12  # bytes per further element of optimizer state: itself, its copy in a save, and a temporary
 PROCESS_OVERHEAD = {"cpu": 2**30, "cuda": 4 * 2**30}
 """Non-tensor bytes: Python and torch on a CPU (a third to a half of it, measured); on CUDA the context, and the

@@ -30,8 +30,7 @@ from titan_exp.plan.trace.trace_step import HostUsage, Trace, pipeline_ranks
 
 class EventComposer:
     """Composes the allocation events of a full step, segment by segment. `blocks` has the number of blocks by stage;
-    sizes are rounded up to `granularity`; the matmul library allocates `workspace` at its first call in each thread and
-    keeps it."""
+    sizes are rounded up to `granularity`; the matmul library keeps `workspace` from its first call in a thread on."""
 
     def __init__(self, blocks: Mapping[int, int], granularity: int, workspace: int = 0) -> None:
         self._blocks, self._workspace = blocks, workspace

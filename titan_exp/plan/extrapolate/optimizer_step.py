@@ -56,9 +56,8 @@ def _in_period(alone: Token, early: Token, late: Token, period: int, periods: in
 
 
 def _added(first: Sequence[Token], second: Sequence[Token], third: Sequence[Token]) -> list[int]:
-    """Number of tokens that the second sequence adds before each token of the first, and at the end. The third adds
-    twice as many. Chooses as few places as possible, so that periods continue the ones before them and all other
-    numbers are linear."""
+    """Number of tokens that the second sequence adds before each token of the first, and at the end; the third adds
+    twice as many. Chooses the fewest places so that periods continue those before and all other numbers are linear."""
     most, reached = len(second) - len(first), {0: (0, None)}
     for place in range(len(first) + 1):
         following: dict[int, tuple[int, Any]] = {}

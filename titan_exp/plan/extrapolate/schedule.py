@@ -1,8 +1,7 @@
 """Pipeline stages of a rank, the samples that they share, and a simulation of its schedule.
 
 Without a pipeline, a rank has one stage of all layers, and its schedule is the loop over micro-batches. The simulation
-is the trainer's own `Pipeline` on stages without computation: the lifetimes of hidden states depend only on the
-schedule.
+is the trainer's `Pipeline` on stages without computation: lifetimes of hidden states depend only on the schedule.
 """
 
 from collections import Counter

@@ -53,8 +53,7 @@ class OpCosts:
 
 class CostMode(TorchDispatchMode):
     """Records memory, FLOPs and messages of every operator. `workspaces` returns sizes that a call allocates and frees
-    beyond its tensors. The matmul library allocates `matmul_workspace` at its first call in each thread and keeps
-    it."""
+    beyond its tensors. The matmul library keeps `matmul_workspace` from its first call in each thread on."""
 
     def __init__(
         self,

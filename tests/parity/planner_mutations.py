@@ -33,7 +33,7 @@ from titan_exp.plan.extrapolate.schedule import ExtrapolationError, _SampledActi
 from titan_exp.plan.layout_search import LayoutCost, LayoutSearch
 from titan_exp.plan.trace import dispatch_mode, op_costs
 from titan_exp.plan.trace.dispatch_mode import CostMode
-from titan_exp.plan.trace.segments import SegmentObserver
+from titan_exp.plan.trace.segments import SegmentTracker
 from titan_exp.plan.trace.trace_step import FakeRecorder
 from titan_exp.quantization import recipes
 from titan_exp.tracking.run_folder.files import temporary_folder
@@ -88,7 +88,7 @@ def modules_in_fp32_are_matched_as_in_the_first_layer(monkeypatch: pytest.Monkey
 
 
 def tied_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SegmentObserver, "tied_sum_begin", lambda self: None)
+    monkeypatch.setattr(SegmentTracker, "tied_sum_begin", lambda self: None)
 
 
 def a_step_has_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,8 @@ def the_last_stage_has_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last_layers_repeat_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "last_layers", lambda experiment: 0)
+    plain = eligibility.repetition
+    monkeypatch.setattr(eligibility, "repetition", lambda experiment: plain(experiment)._replace(last=0))
 
 
 def parameter_groups_keep_their_patterns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.models.spec.lookup import model_spec, parameter_roles
-from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, with_layers
+from titan_exp.plan.extrapolate.eligibility import repetition, with_layers
 
 MASKED = "cluster=slurm_h100 compile=none cluster.device=cuda training.mixed_precision=bf16 "
 CUDA = MASKED + "model.attention_backend=flash "
@@ -291,9 +291,9 @@ def test_layers_are_alike_if_their_recipe_and_fp32_modules_are():
         "model.layers=9 quantization=mxfp8 quantization.filter=[blocks.0.*,*.down,'blocks.*[2468].attention.out'] "
         "training.mixed_precision=bf16 training.fp32_modules=[blocks.1.feed_forward_norm,blocks.*.attention_norm,norm]"
     )
-    assert repetition(experiment) == (2, 2)
+    assert repetition(experiment) == (2, 2, 0)
     small = with_layers(experiment, 6)
-    assert repetition(small) == (2, 2)
+    assert repetition(small) == (2, 2, 0)
     for number in range(6):
         for name in ("attention.qkv", "attention.out", "feed_forward.gate_up", "feed_forward.down"):
             path = f"blocks.{number}.{name}"
@@ -309,9 +309,9 @@ def test_layers_are_alike_if_their_parameter_groups_are():
         "+optimizer.groups.low.lr_scale=0.1 +optimizer.groups.frozen.match=['blocks.*[2468].attention.*'] "
         "+optimizer.groups.frozen.frozen=true"
     )
-    assert repetition(experiment) == (1, 2)
+    assert repetition(experiment) == (1, 2, 0)
     small = with_layers(experiment, 5)
-    assert repetition(small) == (1, 2)
+    assert repetition(small) == (1, 2, 0)
     spec = model_spec(small.model)
     assert spec is not None
     for parameter, role in parameter_roles(spec).items():
@@ -325,7 +325,7 @@ def test_layers_are_alike_if_their_parameter_groups_are():
 def test_last_layers_may_differ():
     run = "training.mixed_precision=bf16 quantization=mxfp8 quantization.high_precision_first=1 "
     experiment = experiment_of(run + "model.layers=12 quantization.high_precision_last=2")
-    assert (repetition(experiment), last_layers(experiment)) == ((1, 1), 2)
+    assert repetition(experiment) == (1, 1, 2)
     small = with_layers(experiment, 6)
     quantized = [
         small.quantization.quantizes(f"blocks.{number}.attention.qkv", 64, 64, layers=6) for number in range(6)

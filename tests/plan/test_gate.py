@@ -17,14 +17,31 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layo
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan import changes as changes_module
 from titan_exp.plan import gate as gate_module
-from titan_exp.plan.changes import explain_changes, find_changes
 from titan_exp.plan.devices import DEVICES
-from titan_exp.plan.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record, upper_bound
+from titan_exp.plan.gate import (
+    GIB,
+    MemoryCheck,
+    check_memory,
+    explain_changes,
+    explain_oom,
+    find_changes,
+    plan_record,
+    upper_bound,
+)
 from titan_exp.plan.predict import predict
-from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
-from titan_exp.plan.predictions import PredictionRequest, cache_key, get, predict_many, put
+from titan_exp.plan.prediction import (
+    NotPredicted,
+    Prediction,
+    PredictionRequest,
+    RankPrediction,
+    cache_key,
+    from_json,
+    get,
+    merge_ranks,
+    predict_many,
+    put,
+)
 
 H100 = ["cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"]
 
@@ -170,7 +187,7 @@ def test_an_asynchronous_save_on_a_cpu_holds_a_copy_of_the_state(
     assert memory_check.fits is False
     assert "activations 4 GiB, copy of the state while a checkpoint is written 3 GiB" in explain_oom(memory_check)
     stub_predictor(lambda asked: one if asked.checkpoint.mode == "sync" else synthetic(9.0))
-    assert find_changes(memory_check, tmp_path).found[0].overrides == ("checkpoint.mode=sync",)
+    assert next(iter(find_changes(memory_check, tmp_path).found)) == ("checkpoint.mode=sync",)
 
 
 @pytest.mark.parametrize("seconds", [0.01, 2.5])
@@ -299,11 +316,11 @@ def test_the_cheapest_changes_that_fit_are_suggested(tmp_path: Path, stub_predic
     (memory_check,) = check_memory([large], tmp_path)
     assert memory_check.fits is False
     found = find_changes(memory_check, tmp_path).found
-    assert found[0].overrides == ("training.micro_batch_size=2",)
-    assert all(suggestion.memory_check.fits for suggestion in found)
-    assert len(found) == changes_module.MAX_SUGGESTIONS
+    assert next(iter(found)) == ("training.micro_batch_size=2",)
+    assert all(changed.fits for changed in found.values())
+    assert len(found) == gate_module.MAX_SUGGESTIONS
     # Nothing that is offered has all of what another offer has, and more.
-    assert not any(set(suggestion.overrides) < set(other.overrides) for suggestion in found for other in found)
+    assert not any(set(overrides) < set(other) for overrides in found for other in found)
     assert len(asked) < 20
 
 
@@ -311,7 +328,7 @@ def test_no_change_is_suggested_that_does_not_fit(tmp_path: Path, stub_predictor
     large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
     stub_predictor(lambda _: synthetic(500.0, category="other"))
     (memory_check,) = check_memory([large], tmp_path)
-    assert find_changes(memory_check, tmp_path).found == []
+    assert find_changes(memory_check, tmp_path).found == {}
 
 
 def memory_of_accumulation(experiment: Experiment) -> Prediction:
@@ -332,7 +349,7 @@ def test_accumulated_gradients_are_avoided_or_sharded(tmp_path: Path, stub_predi
     large = resolved(*words, "training.micro_batch_size=1", f"training.global_batch_size={sequences}")
     asked = stub_predictor(memory_of_accumulation)
     (memory_check,) = check_memory([large], tmp_path)
-    first = find_changes(memory_check, tmp_path).found[0].overrides
+    first = next(iter(find_changes(memory_check, tmp_path).found))
     if sequences == 512:
         assert set(first) == {"activation_checkpoint=full", "training.micro_batch_size=null"}
         modes = [(run.activation_checkpoint.mode, run.training.micro_batch_size) for run in asked]
@@ -363,7 +380,7 @@ def test_where_nothing_fits_it_says_what_was_tried_and_how_to_search(
     assert "training.mixed_precision=bf16" in explain_changes(
         replace(memory_check, experiment=resolved(*typed, "training.mixed_precision=fp32")), tmp_path
     )
-    monkeypatch.setattr(changes_module, "TIME_LIMIT", 0.0)
+    monkeypatch.setattr(gate_module, "TIME_LIMIT", 0.0)
     assert "We stopped after 0 s, before we had tried" in explain_changes(memory_check, tmp_path)
     stub_predictor(lambda _: synthetic(500.0, category="other"))
     (memory_check,) = check_memory([large], tmp_path)

@@ -111,7 +111,7 @@ def test_shards_are_those_of_torch():
 def cut(
     shape: list[int], cuts: list[tuple[str, int]], degrees: dict[str, int], places: dict[str, int]
 ) -> list[list[int]]:
-    """Apply `ShardedWeight.cuts`."""
+    """Apply `sharded_dims`."""
     bounds = [[0, size] for size in shape]
     for axis, dim in cuts:
         first, last = bounds[dim]
@@ -139,7 +139,8 @@ def _parts(layouts: list[str]) -> list[Any]:
                     with _disable_current_modes():
                         truth = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
                     found.append((sharded_dims(weight), list(weight.shape), degrees, places, *truth))
-            assert sum(max(1, len(weight.layers)) for weight in read_shards(fake)[1]) == len(
+            pieces = [weight["layers"] for weight in read_shards(fake)[1]]
+            assert sum(max(1, sum(last - first + 1 for first, last in blocks)) for blocks in pieces) == len(
                 [1 for module in fake.state.model.parts for _ in module.parameters()]
             )
     return found

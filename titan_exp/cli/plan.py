@@ -129,7 +129,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.config.command_line.help import remarks
     from titan_exp.launch.run_plan import laptop_rate
     from titan_exp.plan.planner_processes import start_forkserver
-    from titan_exp.plan.prediction import check_supported
+    from titan_exp.plan.prediction import FAILED, check_supported
     from titan_exp.rules import check
     from titan_exp.rules.composed import read_experiment
 
@@ -152,7 +152,6 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.plan.check_user_code import check_user_code, failing_user_code
     from titan_exp.plan.gate import MemoryCheck
     from titan_exp.plan.predict import predict
-    from titan_exp.plan.predictions import FAILED
     from titan_exp.plan.tables import plan_to_json, print_plan
 
     page = None if options.html is None else OutputFile("--html", options.html, "plan.html")
@@ -179,8 +178,7 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
 
 def _verdict(memory_check: "MemoryCheck", options: PlanOptions, typed: Sequence[str]) -> int:
     from titan_exp.launch.git import mask_override
-    from titan_exp.plan.changes import explain_changes
-    from titan_exp.plan.gate import explain_fit
+    from titan_exp.plan.gate import explain_changes, explain_fit
 
     if memory_check.fits is not False:
         # On a GPU, the table already says so.

@@ -28,10 +28,17 @@ from titan_exp.launch.git import mask_override
 from titan_exp.launch.rank.rank_env import VISIBLE_GPUS, environment, loopback
 from titan_exp.launch.run_lookup import RunEntry
 from titan_exp.launch.run_status import status_rows
-from titan_exp.plan.changes import explain_changes
-from titan_exp.plan.gate import MemoryCheck, check_memory, explain_oom, explain_retries, fits_unsharded, plan_record
+from titan_exp.plan.gate import (
+    MemoryCheck,
+    check_memory,
+    explain_changes,
+    explain_oom,
+    explain_retries,
+    fits_unsharded,
+    plan_record,
+)
 from titan_exp.plan.planner_processes import PlannerProcesses
-from titan_exp.plan.predictions import FOLDER, code_digest
+from titan_exp.plan.prediction import FOLDER, code_digest
 from titan_exp.tracking.display import format_bytes
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.run_folder.run_folder import read_json

@@ -250,15 +250,12 @@ class CachingAllocator:
 
     def _grow(self, pool: _Pool, size: int) -> Block | None:
         """Reserve memory; returns a free block that is in no list yet."""
-        if self._expandable:
-            return self._expand(pool, size)
-        if not self._reserve(size):
-            return None
-        block = Block(self._next_address, size, pool)
-        self._next_address += size
-        return block
-
-    def _expand(self, pool: _Pool, size: int) -> Block | None:
+        if not self._expandable:
+            if not self._reserve(size):
+                return None
+            block = Block(self._next_address, size, pool)
+            self._next_address += size
+            return block
         block = self._room(pool, size)
         if block.mapped:
             pool.take(block)

@@ -1,5 +1,4 @@
-"""Accelerators, and the device of a run: capacity, peaks, sustained rates and memory of its processes. Imports no
-torch.
+"""Accelerators, and a run's device: capacity, peaks, sustained rates and memory of its processes. Imports no torch.
 
 Every group of values has a source in its file of `device_table`; unmeasured rates say so. Peaks are dense (no sparsity)
 with fp32 accumulation; link rates are per device and direction. CPU rates come from `titan-exp doctor`, whose rates of
@@ -152,10 +151,20 @@ class DeviceMemory:
 
 def device_memory_of(layout: ResolvedLayout, spec: ModelSpec | None, runs: Path) -> DeviceMemory:
     """Device and memory of a run; `runs/.cache` holds measured rates."""
-    cache = runs / ".cache"
+    cluster, world, cache = layout.cluster, layout.world_size, runs / ".cache"
     if layout.device_type == "cuda":
-        return gpu_memory(layout.cluster, cache, layout, spec)
-    return _cpu_memory(layout.cluster, layout.world_size, layout.training.mixed_precision, cache)
+        return gpu_memory(cluster, cache, layout, spec)
+    processes, overhead = min(world, node_size(cluster, world)), round(CPU_OVERHEAD_GB * 1e9)
+    if cluster.is_remote:
+        if not cluster.memory_gb:
+            unknown = "we do not know the memory of a node (set cluster.memory_gb)"
+            return DeviceMemory(None, None, processes, overhead, "a node", unknown)
+        return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
+    processes, dtype = processes * cluster.worlds, layout.training.mixed_precision
+    device = cpu_device(cpu_name(), cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
+    capacity = host_memory()
+    unknown = "" if capacity else "this machine does not report its memory"
+    return DeviceMemory(device, capacity, processes, overhead, "this machine", unknown)
 
 
 def room_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> int:
@@ -164,9 +173,8 @@ def room_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> i
 
 
 def overhead_of(layout: ResolvedLayout, spec: ModelSpec | None, device: Device) -> int:
-    """Bytes of a GPU that are not for tensors: the CUDA context, NCCL's buffers (for the group of all ranks and one
-    group per mesh axis) and symmetric memory. Async tensor parallelism adds the matmul library's workspaces for a
-    second stream in each thread."""
+    """Bytes of a GPU that are not for tensors: the CUDA context, NCCL's buffers (for all ranks, and for each mesh axis)
+    and symmetric memory. Async tensor parallelism adds matmul workspaces for a second stream in each thread."""
     parallelism = layout.parallelism
     groups = (layout.world_size > 1) + sum(getattr(parallelism, name) > 1 for name in DEGREES)
     workspaces = 2 * device.matmul_workspace if parallelism.async_tp else 0
@@ -269,17 +277,3 @@ def _attention(measured: DeviceRates, share: float = 1.0) -> dict[str, dict[int,
         for kernel, by_size in measured.attention.items()
         if by_size
     }
-
-
-def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> DeviceMemory:
-    processes, overhead = min(world, node_size(cluster, world)), round(CPU_OVERHEAD_GB * 1e9)
-    if cluster.is_remote:
-        if not cluster.memory_gb:
-            unknown = "we do not know the memory of a node (set cluster.memory_gb)"
-            return DeviceMemory(None, None, processes, overhead, "a node", unknown)
-        return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
-    name, processes = cpu_name(), processes * cluster.worlds
-    device = cpu_device(name, cache, dtype=dtype, threads=process_threads(cluster, world), processes=processes)
-    capacity = host_memory()
-    unknown = "" if capacity else "this machine does not report its memory"
-    return DeviceMemory(device, capacity, processes, overhead, "this machine", unknown)

@@ -6,7 +6,7 @@ Its template has the sentences; the scripts in `page/` draw the rest from embedd
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -69,26 +69,7 @@ def facts(plan: Plan, memory_check: MemoryCheck) -> Iterator[tuple[str, str, str
     yield "checkpoint", format_bytes(plan.checkpoint_bytes), "weights and optimizer state"
 
 
-def device_noun(layout: ResolvedLayout) -> str:
-    """Noun for the device of a rank."""
-    return "GPU" if layout.device_type == "cuda" else "process"
-
-
-@dataclass(frozen=True)
-class ShardedWeight:
-    """Weight of one stage, listed once for all of its blocks."""
-
-    stage: int
-    name: str
-    layers: tuple[int, ...]  # blocks with this weight; empty for a weight outside blocks
-    shape: tuple[int, ...]
-    itemsize: int
-    cuts: tuple[tuple[str, int], ...]
-    """Mesh axes that divide the weight, each with its dim, in the order of division. Each axis makes one piece per
-    rank, with sizes rounded up, so the last may be smaller or empty."""
-
-
-def read_shards(rank: FakeRank) -> tuple[dict[str, Any], list[ShardedWeight]]:
+def read_shards(rank: FakeRank) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read the mesh and the sharded weights of a fake rank, before or after its step. The mesh has the degrees of its
     axes and, unless experts are sharded like other weights, of the experts' axes, and the mesh axes that make up each
     axis that divides weights; all outermost first."""
@@ -107,7 +88,7 @@ def _degrees(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
+def _weights(stage: int, module: nn.Module) -> Iterator[dict[str, Any]]:
     """Weights of a stage; equal weights of its blocks are listed once."""
     layers: dict[tuple[str, tuple[int, ...], int, tuple[tuple[str, int], ...]], list[int]] = {}
     for number, full_name, weight in parameters_in_blocks(module):
@@ -115,11 +96,19 @@ def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
         key = (name, tuple(weight.shape), weight.element_size(), sharded_dims(weight))
         layers.setdefault(key, []).extend([] if number is None else [number])
     for (name, shape, itemsize, cuts), numbers in layers.items():
-        yield ShardedWeight(stage, name, tuple(numbers), shape, itemsize, cuts)
+        yield {
+            "stage": stage,
+            "name": name,
+            "layers": _pieces(numbers),  # blocks with this weight; none for a weight outside blocks
+            "shape": shape,
+            "itemsize": itemsize,
+            "cuts": cuts,
+        }
 
 
 def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
-    """Mesh axes larger than 1 that divide a weight, each with its dim, in the order of division."""
+    """Mesh axes larger than 1 that divide a weight, each with its dim, in the order of division. Each axis makes one
+    piece per rank, with sizes rounded up, so the last may be smaller or empty."""
     if not isinstance(weight, DTensor):
         return ()
     mesh = weight.device_mesh
@@ -203,20 +192,15 @@ def trace_json(plan: Plan) -> str:
     known = plan.step_seconds is not None
     unit = "estimated from the device's rates" if known else "one millisecond for each forward pass"
     title = f"{plan.experiment.model.name} on {plan.layout.world_size}: planned step, {unit}"
-    found = {"traceEvents": list(_events(plan)), "displayTimeUnit": "ms", "otherData": {"title": title}}
-    return json.dumps(found) + "\n"
-
-
-def _events(plan: Plan) -> Iterator[dict[str, Any]]:
-    schedule, scale = schedule_of(plan.layout), UNIT_US if plan.step_seconds is None else 1e6
+    schedule, scale, events = schedule_of(plan.layout), 1e6 if known else UNIT_US, list[dict[str, Any]]()
     line, seconds = schedule.timeline(plan)
     whole = max(line.end.values())
     for rank, order in enumerate(schedule.orders):
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}}
-        for turn in range(schedule.passes):
-            for action in order:
-                took, name = COST[action.kind] * seconds[action.stage], NAMES[action.kind]
-                yield {
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"pipeline rank {rank}"}})
+        for turn, action in product(range(schedule.passes), order):
+            took, name = COST[action.kind] * seconds[action.stage], NAMES[action.kind]
+            events.append(
+                {
                     "ph": "X",
                     "pid": rank,
                     "tid": 0,
@@ -226,6 +210,8 @@ def _events(plan: Plan) -> Iterator[dict[str, Any]]:
                     "dur": round(took * scale, 3),
                     "args": {"stage": action.stage, "micro-batch": action.microbatch, "pass": turn},
                 }
+            )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}) + "\n"
 
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
@@ -237,13 +223,14 @@ MIN_POINTS = 100
 def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
     """Page of a plan made by `command`."""
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in MEANINGS}
+    noun = "GPU" if plan.layout.device_type == "cuda" else "process"
     return render_page(
         "titan_exp.plan",
         SCRIPTS,
-        _page_data(plan),
+        _page_data(plan, noun),
         plan=plan,
         processes=plan.layout.world_size,
-        device=device_noun(plan.layout),
+        device=noun,
         degrees=degrees,
         facts=list(facts(plan, memory_check)),
         command=command,
@@ -252,8 +239,8 @@ def html_page(plan: Plan, memory_check: MemoryCheck, command: str) -> str:
     )
 
 
-def _page_data(plan: Plan) -> dict[str, Any]:
-    layout, shards = plan.layout, dict[int, tuple[dict[str, Any], list[ShardedWeight]]]()
+def _page_data(plan: Plan, device: str) -> dict[str, Any]:
+    layout, shards = plan.layout, dict[int, tuple[dict[str, Any], list[dict[str, Any]]]]()
     with no_garbage_collection():
         for rank in plan.ranks:
             with traced_rank(plan.experiment, plan.device, rank.pipeline_rank) as fake:
@@ -261,7 +248,7 @@ def _page_data(plan: Plan) -> dict[str, Any]:
     mesh, _ = next(iter(shards.values()))
     moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {
-        "mesh": {**mesh, "node": layout.node_size, "device": device_noun(layout)},
+        "mesh": {**mesh, "node": layout.node_size, "device": device},
         "stages": [_pieces(layers) for layers in layout.stage_layers],
         "layers": layout.layers,
         "batch": {
@@ -299,10 +286,10 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _rank(rank: RankPlan, weights: list[ShardedWeight], moments: int) -> dict[str, Any]:
+def _rank(rank: RankPlan, weights: list[dict[str, Any]], moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
-        "weights": [asdict(weight) | {"layers": _pieces(weight.layers)} for weight in weights],
+        "weights": weights,
         "messages": sorted(rank.messages, key=itemgetter("bytes"), reverse=True),
         "flops": trace.costs.flops,
         "time": None if rank.time is None else asdict(rank.time),

@@ -18,12 +18,12 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.data_sets import open_files, validation_sets
 from titan_exp.config.schema.foreign_code import described
 from titan_exp.plan.caching_allocator import Events
-from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, sampled_edge, small_run
+from titan_exp.plan.extrapolate.eligibility import repetition, sampled_edge, small_run
 
 if TYPE_CHECKING:
     from titan_exp.plan.trace.dispatch_mode import OpCosts
     from titan_exp.plan.trace.memory_tracker import Moment
-    from titan_exp.plan.trace.trace_step import Trace
+    from titan_exp.plan.trace.trace_step import FakeRank, Trace
     from titan_exp.trainer.train_state import TrainState
 
 VALIDATION = "validation"
@@ -108,11 +108,11 @@ class EvaluationTrace:
     """Allocations and releases in device memory; of an extrapolated run those of a small model."""
 
 
-Tracer = Callable[[Any, Callable[[], object]], "Trace"]  # traces the second of two calls on a fake rank
-
-
-def trace_evaluations(rank: Any, kinds: Sequence[Evaluated], tracer: Tracer) -> list[EvaluationTrace]:
-    """Trace each kind of evaluation on a fake rank; equal passes are traced once."""
+def trace_evaluations(
+    rank: "FakeRank", kinds: Sequence[Evaluated], options: Mapping[str, Any]
+) -> list[EvaluationTrace]:
+    """Trace each kind of evaluation on a fake rank, with options of `trace_step`; equal passes are traced once."""
+    from titan_exp.plan.trace.trace_step import trace_step
     from titan_exp.trainer import forward_backward
 
     traces: dict[str, Trace] = {}
@@ -120,13 +120,8 @@ def trace_evaluations(rank: Any, kinds: Sequence[Evaluated], tracer: Tracer) -> 
     def trace(one: Evaluated) -> "Trace":
         key = repr((type(one), one.inputs))
         if key not in traces:
-            work = one.pass_of(rank.experiment, rank.state)
-
-            def run() -> None:
-                with forward_backward.evaluating(rank.state.model):
-                    work()
-
-            traces[key] = tracer(rank, run)
+            work = forward_backward.evaluating(rank.state.model)(one.pass_of(rank.experiment, rank.state))
+            traces[key] = trace_step(rank.state, work, **options)
         return traces[key]
 
     return [_of_trace(one.name, trace(one)) for one in kinds]
@@ -148,13 +143,13 @@ def _of_trace(name: str, trace: "Trace") -> EvaluationTrace:
 
 
 def extrapolate_evaluations(
-    experiment: Experiment, numbers: Sequence[int], kinds: Sequence[Evaluated], tracer: Tracer
+    experiment: Experiment, numbers: Sequence[int], kinds: Sequence[Evaluated], options: Mapping[str, Any]
 ) -> dict[int, list[EvaluationTrace]]:
     """Evaluations of pipeline ranks by their number, extrapolated from small models. Ranks between the first and the
     last stage share them if they have as many layers."""
     from titan_exp.plan.trace.trace_step import fake_rank, pipeline_ranks
 
-    layout, (distinct, period), end = ResolvedLayout.of(experiment), repetition(experiment), last_layers(experiment)
+    layout, (distinct, period, end) = ResolvedLayout.of(experiment), repetition(experiment)
     counts, owners, known = layout.layer_counts, layout.stage_placement, dict[object, list[EvaluationTrace]]()
     cuda, found = layout.device_type == "cuda", dict[int, list[EvaluationTrace]]()
     # Layers of each stage of the small model: as few as behave like more, and whole periods fewer than the run's.
@@ -168,7 +163,7 @@ def extrapolate_evaluations(
         run = small_run(experiment, of, layout.gradient_accumulation, without, pp=own.pp, schedule=own.pp_schedule)
         run = replace(run, parallelism=replace(run.parallelism, pp_microbatches=own.pp_microbatches))
         with fake_rank(run, pipeline_ranks(layout)[number]) as rank:
-            return trace_evaluations(rank, kinds, tracer)
+            return trace_evaluations(rank, kinds, options)
 
     for number in numbers:
         own = [stage for stage, owner in enumerate(owners) if owner == number]

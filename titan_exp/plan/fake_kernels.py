@@ -12,7 +12,7 @@ of all candidates is counted: a tight upper bound.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
@@ -215,18 +215,15 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     return copied + sums + max(product, workspace)
 
 
-@contextmanager
-def efficient_kernel(parts: Iterable[nn.Module]) -> Iterator[None]:
+def efficient_kernel(parts: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Route attention to the memory-efficient operator in the `with` block, if an attention module uses that kernel."""
     modules = [module for part in parts for module in part.modules()]
     if all(getattr(module, "backend", None) != "efficient" for module in modules):
-        yield
-        return
+        return nullcontext()
     for module in modules:
         if isinstance(module, ContextAttention):
             module.kernel = module.backend
-    with replaced_attributes((F, "scaled_dot_product_attention", _efficient_attention)):
-        yield
+    return replaced_attributes((F, "scaled_dot_product_attention", _efficient_attention))
 
 
 def _efficient_attention(
@@ -262,8 +259,7 @@ _MULTIPROCESSORS: ContextVar[int | None] = ContextVar("multiprocessors", default
 """Streaming multiprocessors of the GPU, if attention is deterministic."""
 
 
-@contextmanager
-def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
+def fake_cuda_kernels(*, beside: bool = False) -> AbstractContextManager[None]:
     """Replace torch functions that have separate CUDA kernels in the `with` block. `beside` is True if host tensors
     exist in addition to those of the fake GPU."""
     replacements: list[tuple[Any, str, Any]] = [
@@ -274,8 +270,7 @@ def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     for module, casts in _IN.items():
         if (owner := sys.modules.get(f"torchao.prototype.{module}")) is not None:
             replacements += ((owner, name, fake) for name, fake in casts.items())
-    with replaced_attributes(*replacements):
-        yield
+    return replaced_attributes(*replacements)
 
 
 @dataclass(frozen=True)

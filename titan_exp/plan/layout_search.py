@@ -278,8 +278,7 @@ class LayoutSearch:
         candidates: Iterable[layouts.Candidate],
         until: Callable[[LayoutCost], bool] = lambda _: False,
     ) -> Iterator[LayoutCost]:
-        """Yield costs of layouts that are not planned yet, as they come. Once `until` is true for one, no other is
-        begun."""
+        """Yield costs of layouts not planned yet, as they come. Once `until` is true for one, no other is begun."""
         queue = [each for each in candidates if each.identity not in self._costs]
         running, over = dict[Future[LayoutCost | str], layouts.Candidate](), False
         while running or (queue and not over):

@@ -59,7 +59,7 @@ class Candidate:
     @cached_property
     def base(self) -> tuple[Any, ...]:
         """Values of `KEYS`."""
-        return values_of(KEYS, self.experiment)
+        return attrgetter(*KEYS)(self.experiment)
 
     @cached_property
     def layout(self) -> ResolvedLayout:
@@ -99,7 +99,8 @@ class SearchSpace:
 
     def candidate(self, experiment: Experiment, recipe: str | None = None) -> Candidate:
         """Candidate with its differences from the typed run; `recipe` is given if it differs from the typed one."""
-        typed = zip(REFINED, values_of(REFINED, experiment), values_of(REFINED, self.run), strict=True)
+        refined_values = attrgetter(*REFINED)
+        typed = zip(REFINED, refined_values(experiment), refined_values(self.run), strict=True)
         refined = {key: value for key, value, before in typed if value != before}
         more = [(RECIPE, recipe)] if recipe else []
         return Candidate(experiment, model_spec(experiment.model), (*refined.items(), *more))
@@ -210,11 +211,6 @@ def least_bytes(candidate: Candidate) -> float:
     return 4 * sharded * (1 + (candidate.experiment.optimizer.max_state or 0)) + gradients + 2 * kept * tokens / own.tp
 
 
-def values_of(keys: Sequence[str], experiment: Experiment) -> tuple[Any, ...]:
-    """Values of keys."""
-    return attrgetter(*keys)(experiment)
-
-
 T = TypeVar("T")
 BUDGETS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # searched values of activation_checkpoint.budget; a move goes to the next one
 MAX_EVERY = 8
@@ -222,8 +218,11 @@ LOSS_CHUNK = "training.loss_chunk_tokens"
 LEAST_CHUNK = 2048  # fewest searched tokens of `LOSS_CHUNK`; further values double, up to a micro-batch's tokens
 RESHARDED = ("always", "all_but_last", "never")  # values of parallelism.reshard_after_forward, least memory first
 CP_METHODS = ("ring", "allgather", "ulysses")
-IDLE_AFTER = {MODE: ("every", "budget"), SCHEDULE: ("pp_layers_per_stage",)}
-"""Keys of the same group that lose their meaning when a key gets a new value."""
+IDLE_AFTER = {
+    MODE: ("activation_checkpoint.every", "activation_checkpoint.budget"),
+    SCHEDULE: ("parallelism.pp_layers_per_stage",),
+}
+"""Keys that lose their meaning when a key gets a new value."""
 _RECOMPUTED = {"none": 0, "full": 2}
 """Rank of modes by their share of recomputed work; the other modes, 1, do not always compare."""
 
@@ -247,11 +246,9 @@ def moves(
     get their values in the `typed` run."""
     yield from _degree_moves(run, fixed)
     for key, values in _values(run).items():
-        group, _, name = key.partition(".")
-        idle = [other for other in IDLE_AFTER.get(key, ()) if f"{group}.{other}" not in fixed]
-        others = {f"{group}.{other}": getattr(getattr(typed or run, group), other) for other in idle}
+        idle = {other: attrgetter(other)(typed or run) for other in IDLE_AFTER.get(key, ()) if other not in fixed}
         for direction, value in values if key not in fixed else ():
-            yield _move(run, {key: value}, direction, others)
+            yield Move({key: value}, with_values(run, {**idle, key: value}), direction)
     for name, quantization in (recipes or {}).items() if RECIPE not in fixed else ():
         if quantization.recipe != run.quantization.recipe:
             yield Move({RECIPE: name}, resolve_kernels(replace(run, quantization=quantization)))
@@ -260,9 +257,8 @@ def moves(
 def further_moves(run: Experiment) -> Iterator[Move]:
     """Moves to less memory that a search never makes: to more devices, many times the degree, one micro-batch, other
     numerics, and slower checkpoints."""
-    for degree, factors in (("dp_shard", (2, 4)), ("tp", (2,)), ("pp", (2,))):
-        for factor in factors:
-            yield _move(run, {f"parallelism.{degree}": factor * getattr(run.parallelism, degree)}, -1)
+    for degree, factor in (("dp_shard", 2), ("dp_shard", 4), ("tp", 2), ("pp", 2)):
+        yield _move(run, {f"parallelism.{degree}": factor * getattr(run.parallelism, degree)}, -1)
     for degree, factor in product(("tp", "pp"), (4, 8)):
         sharded, rest = divmod(run.parallelism.dp_shard, factor)
         if sharded and not rest:
@@ -284,10 +280,8 @@ def with_values(run: Experiment, values: Mapping[str, Any]) -> Experiment:
     return run
 
 
-def _move(
-    run: Experiment, values: Mapping[str, Any], direction: int = 0, others: Mapping[str, Any] | None = None
-) -> Move:
-    return Move(values, with_values(run, {**(others or {}), **values}), direction)
+def _move(run: Experiment, values: Mapping[str, Any], direction: int = 0) -> Move:
+    return Move(values, with_values(run, values), direction)
 
 
 def _degree_moves(run: Experiment, fixed: Collection[str]) -> Iterator[Move]:

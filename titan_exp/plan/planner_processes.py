@@ -1,6 +1,5 @@
 """Worker processes of the planner: for ranks of a plan, plans of a search, and predictions before a launch. They end
-with this process, even if it is killed. Imports no torch: the launcher needs none, and the server imports it
-meanwhile."""
+with this process, even if it is killed. Imports no torch, which the launcher does not need, and the server imports."""
 
 import gc
 import logging

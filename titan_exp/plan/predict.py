@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +35,7 @@ from titan_exp.plan.prediction import (
 from titan_exp.plan.roofline import ClassTime, class_times, pipeline_bubble, rank_time
 from titan_exp.plan.trace.op_costs import assume_expert_load
 from titan_exp.plan.trace.torch_patches import uses_inductor
-from titan_exp.plan.trace.trace_step import FakeRank, Trace, fake_rank, pipeline_ranks, trace_step
+from titan_exp.plan.trace.trace_step import FakeRank, Trace, fake_rank, pipeline_ranks
 
 T = TypeVar("T")
 NUMBER = 4  # bytes of an fp32 number
@@ -85,9 +85,10 @@ class RankPlan:
         """Prediction, without its trace."""
         peak, allocator = self.trace.peak, self.allocator
         reserved, retries = (None, 0) if allocator is None else (allocator.reserved, allocator.retries)
-        seconds, operators = None if self.time is None else asdict(self.time), self.trace.costs.operators
-        known = peak.bytes, reserved, peak.by_category, peak.where, seconds, operators, self.saved, retries
-        return RankPrediction(self.pipeline_rank, *known)
+        step = self.time, self.trace.costs.operators
+        return RankPrediction(
+            self.pipeline_rank, peak.bytes, reserved, peak.by_category, peak.where, *step, self.saved, retries
+        )
 
 
 @dataclass(frozen=True)
@@ -284,14 +285,9 @@ def predict(
         events = trace.setup_events, trace.step_events
         return processes.replay(*events, expandable=expandable, capacity=room) if cuda else None
 
-    def rank_plan(
-        number: int,
-        trace: Trace,
-        replayed: Call[Reserved] | None,
-        evaluations: Sequence[evaluation.EvaluationTrace] = (),
-    ) -> RankPlan:
+    def rank_plan(number: int, traced: _Traced, replayed: Call[Reserved] | None) -> RankPlan:
+        trace, seconds = traced.trace, None
         weights, state = _state(trace)
-        seconds = None
         if rated is not None:
             seconds = rank_time(trace.costs, trace.axes, rated, layout.node_size if cuda else layout.world_size)
             waited = exchange.seconds(trace.persistent["parameters"], rated, seconds.total)
@@ -300,21 +296,18 @@ def predict(
         saved = round(weights * exchange.saved_numbers(state / max(1, weights)))
         if not cuda:
             trace = replace(trace, peak=exchange.peak_on_cpu(trace.peak, trace.persistent, trace.gradients))
-        return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved, evaluations)
+        return RankPlan(number, trace, seconds, allocator, expandable, kernels, saved, traced.evaluations)
 
     load, worst = experiment.plan.worst_expert_load, None
     with _assumptions(experiment, device), no_garbage_collection(), processes:
         found = {number: (traced, replay(traced.trace)) for number, traced in traces(numbers, kinds)}
         # The last comes first: the pool replays from the first on, and this process those that no other has begun.
-        plans = [
-            rank_plan(number, traced.trace, call, traced.evaluations)
-            for number, (traced, call) in reversed(found.items())
-        ][::-1]
+        plans = [rank_plan(number, traced, call) for number, (traced, call) in reversed(found.items())][::-1]
         if worst_load and load > 1 and experiment.parallelism.ep > 1:
             largest = max(plans, key=lambda plan: plan.bytes).pipeline_rank
             with assume_expert_load(load):
-                ((_, (trace, *_)),) = traces([largest], ())
-            worst = rank_plan(largest, trace, replay(trace)).bytes
+                ((_, traced),) = traces([largest], ())
+            worst = rank_plan(largest, traced, replay(traced.trace)).bytes
     weights, state = (sum(part) for part in zip(*(_state(plan.trace) for plan in plans), strict=True))
     # Optimizer state is proportional to the weights of every rank.
     model, _ = found[numbers[-1]]
@@ -377,9 +370,6 @@ def _traces(
     workspace = device.matmul_workspace if cuda and device is not None else 0
     options = {"cuda": cuda, "inductor": uses_inductor(traced.compile), "matmul_workspace": workspace}
 
-    def of_evaluation(rank: FakeRank, work: Callable[[], object]) -> Trace:
-        return trace_step(rank.state, work, **options)
-
     if not full and is_worthwhile(layout, traced.activation_checkpoint, len(numbers)):
         why_full = unsupported_reason(traced) or ""
         try:
@@ -387,7 +377,7 @@ def _traces(
                 extrapolator = TraceExtrapolator(traced, cuda, workspace)
                 if not import_paths(experiment):
                     extrapolator.trace_optimizer_steps(numbers, partial(processes.call, _assuming, experiment, device))
-                evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, of_evaluation) if kinds else {}
+                evaluations = evaluation.extrapolate_evaluations(traced, numbers, kinds, options) if kinds else {}
                 for number in numbers:
                     trace, model = extrapolator.trace(number), extrapolator.optimizer_step(number)
                     whole = model.parameters, model.flops_per_token, ""
@@ -401,7 +391,7 @@ def _traces(
     for number in numbers:
         with fake_rank(traced, pipeline_ranks(layout)[number]) as rank:
             trace = rank.trace(beside=rank.exchanges, **options)
-            own, model = evaluation.trace_evaluations(rank, kinds, of_evaluation), rank.state.built
+            own, model = evaluation.trace_evaluations(rank, kinds, options), rank.state.built
         whole = model.parameters, model.flops_per_token, why_full
         yield number, _Traced(evaluation.with_evaluations(trace, own), *whole, own)
 

@@ -42,7 +42,7 @@ class GroupExchange(Exchange):
         return SYNCHRONIZATION if self.config.enabled else ""
 
     @property
-    def title(self) -> str:
+    def title(self) -> str:  # type: ignore[override]
         return "" if self.groups == 1 else f"{self.groups} replica groups of "
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import NamedTuple
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
@@ -19,7 +20,17 @@ from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
 MAX_DISTINCT_LAYERS, MAX_PERIOD, MAX_LAST_LAYERS = 4, 4, 4
 """Limits: the most first layers that may differ from the rest (dense layers before layers with experts), the longest
 period in which layers repeat, and the most last layers that may differ (unquantized ones)."""
-_REPETITIONS: dict[str, tuple[int, int, int]] = {}
+
+
+class Repetition(NamedTuple):
+    """Repetition of a model's layers; the sum of `distinct` and `period` is minimal."""
+
+    distinct: int  # number of first layers that do not repeat
+    period: int  # period with which the others do
+    last: int = 0  # number of last layers that do not repeat
+
+
+_REPETITIONS: dict[str, Repetition] = {}
 """Memoized repetitions by the values that they depend on, since a search asks for those of thousands of layouts."""
 
 
@@ -35,25 +46,11 @@ class LayerKind:
     """Parameters in `optimizer.groups`, by their name in the block, and the group of each."""
 
 
-def repetition(experiment: Experiment) -> tuple[int, int]:
-    """Number of first layers that do not repeat, and the period with which the others do; their sum is minimal."""
-    return _found(experiment)[:2]
-
-
-def last_layers(experiment: Experiment) -> int:
-    """Number of last layers that do not repeat."""
-    return _found(experiment)[2]
-
-
-def last_blocks(experiment: Experiment) -> int:
-    """Number of last blocks that do not repeat: layers and modules of multi-token prediction."""
-    return last_layers(experiment) + mtp_depth(experiment.model)
-
-
-def _found(experiment: Experiment) -> tuple[int, int, int]:
+def repetition(experiment: Experiment) -> Repetition:
+    """Repetition of a run's layers."""
     spec = model_spec(experiment.model)
     if spec is None:
-        return 0, 1, 0
+        return Repetition(0, 1)
     fp32 = experiment.training.fp32_modules
     key = repr((experiment.model, experiment.quantization, fp32, experiment.optimizer.groups))
     if key not in _REPETITIONS:
@@ -61,14 +58,18 @@ def _found(experiment: Experiment) -> tuple[int, int, int]:
     return _REPETITIONS[key]
 
 
+def last_blocks(experiment: Experiment) -> int:
+    """Number of last blocks that do not repeat: layers and modules of multi-token prediction."""
+    return repetition(experiment).last + mtp_depth(experiment.model)
+
+
 def with_layers(experiment: Experiment, layers: int) -> Experiment:
     """Variant of a run with fewer layers of the same kinds: quantized, in fp32 and in parameter groups likewise."""
-    spec, (distinct, period) = model_spec(experiment.model), repetition(experiment)
+    spec, (distinct, period, last) = model_spec(experiment.model), repetition(experiment)
     small = replace(experiment, model=replace(experiment.model, layers=layers))
     if spec is None:
         return small
-    kinds, last = _layer_kinds(experiment, spec), last_layers(experiment)
-    numbers = range(layers - last)
+    kinds, numbers = _layer_kinds(experiment, spec), range(layers - last)
     first = (number if number < distinct else distinct + (number - distinct) % period for number in numbers)
     further = len(kinds) - len(spec.mtp_layers) - last
     numbered = list(enumerate([*(kinds[number] for number in first), *kinds[further:]]))
@@ -168,15 +169,15 @@ def _modules(parameters: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(module for path in paths for module in path))
 
 
-def _repetition_before_last(kinds: Sequence[LayerKind]) -> tuple[int, int, int]:
-    """Repetition, and the fewest last layers without which layers repeat soon; 0 if their specs do not repeat."""
+def _repetition_before_last(kinds: Sequence[LayerKind]) -> Repetition:
+    """Repetition before the fewest last layers without which layers repeat soon; 0 if their specs do not repeat."""
     distinct, period = _repetition([LayerKind(kind.layer) for kind in kinds])
     for last in range(min(MAX_LAST_LAYERS, len(kinds) - 1) + 1):
         found = _repetition(kinds[: len(kinds) - last])
         is_spec_repeated = found[0] >= distinct and found[1] % period == 0
         if found[0] <= MAX_DISTINCT_LAYERS and found[1] <= MAX_PERIOD and (not last or is_spec_repeated):
-            return *found, last
-    return *_repetition(kinds), 0
+            return Repetition(*found, last)
+    return Repetition(*_repetition(kinds))
 
 
 def _repetition(kinds: Sequence[LayerKind]) -> tuple[int, int]:
@@ -203,7 +204,7 @@ SAMPLED_BLOCKS = 8
 def unsupported_reason(experiment: Experiment) -> str | None:
     """Reason against extrapolating a run; None if it can be extrapolated."""
     parallelism, spec = experiment.parallelism, model_spec(experiment.model)
-    layout, (distinct, period), last = ResolvedLayout.of(experiment), repetition(experiment), last_layers(experiment)
+    layout, (distinct, period, last) = ResolvedLayout.of(experiment), repetition(experiment)
     alike = [*layout.layer_counts[:-1], layout.layer_counts[-1] - last]
     reasons = {
         "the layers of a model without a spec may differ": spec is None,
@@ -253,7 +254,7 @@ def sampled_edge(experiment: Experiment) -> int:
     A block's FSDP unit of experts is gathered a block earlier, and its buffer is freed in the next block with experts
     that gathers, so that in a pipeline a forward pass after another finds the last block gathered.
     """
-    parallelism, spec, (_, period) = experiment.parallelism, model_spec(experiment.model), repetition(experiment)
+    parallelism, spec, period = experiment.parallelism, model_spec(experiment.model), repetition(experiment).period
     # Gradients are reduced in the blocks of the last micro-batch, or parameters freed, behind the block's own pass.
     policy = ResolvedLayout.of(experiment).reshard_policy
     behind = parallelism.pp == 1 or policy != "never"
@@ -271,15 +272,15 @@ def sampled_edge(experiment: Experiment) -> int:
 
 def sampled_layers(experiment: Experiment) -> int:
     """Number of layers in the small model without a pipeline; its last layer is of the same kind as the run's."""
-    (distinct, period), last = repetition(experiment), last_layers(experiment)
+    distinct, period, last = repetition(experiment)
     few = distinct + 2 * sampled_edge(experiment) + period + last
     return few + (experiment.model.layers - few) % period
 
 
 def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, int]:
-    """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without `last_layers`. `size`
-    comes from `stage_sizes`."""
-    (distinct, period), edge = repetition(experiment), sampled_edge(experiment)
+    """Layers of a sampled pipeline's first, middle and last stage, in whole periods, without the last layers that do
+    not repeat. `size` comes from `stage_sizes`."""
+    (distinct, period, _), edge = repetition(experiment), sampled_edge(experiment)
     if size is not None:
         return distinct + size, max(size, period), size
     ends, middle = (-(-few // period) * period for few in (2 * edge, 2 * edge + period))
@@ -290,12 +291,12 @@ def sampled_stages(experiment: Experiment, size: int | None) -> tuple[int, int, 
 
 def stage_sizes(experiment: Experiment) -> list[int | None]:
     """Sample size of each stage: its own number of equal layers if that is too small for a larger sample, else None."""
-    (distinct, _), edge = repetition(experiment), sampled_edge(experiment)
+    (distinct, _, last), edge = repetition(experiment), sampled_edge(experiment)
     if experiment.parallelism.pp == 1:
         return [None]
     counts = list(ResolvedLayout.of(experiment).layer_counts)
     counts[0] -= distinct
-    counts[-1] -= last_layers(experiment)
+    counts[-1] -= last
     return [alike if alike < 2 * edge else None for alike in counts]
 
 

@@ -15,8 +15,9 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.caching_allocator import MIN_BLOCK
 from titan_exp.plan.extrapolate import schedule
+from titan_exp.plan.extrapolate.eligibility import recompute_modes
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace, trace_optimizer_step
-from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, Samples, StorageKey, trace_samples
+from titan_exp.plan.extrapolate.sample import AllocationSite, Sample, Samples, StorageKey, take_sample
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError, SampledPart, ScheduledAction, StageShape
 from titan_exp.plan.planner_processes import Call
 from titan_exp.plan.roofline import axis_ranks
@@ -29,8 +30,7 @@ from titan_exp.plan.trace.trace_step import HostUsage, Trace, pipeline_ranks
 
 class EventComposer:
     """Composes the allocation events of a full step, segment by segment. `blocks` has the number of blocks by stage;
-    sizes are rounded up to `granularity`; the matmul library allocates `workspace` at its first call in each thread and
-    keeps it."""
+    sizes are rounded up to `granularity`; the matmul library keeps `workspace` from its first call in a thread on."""
 
     def __init__(self, blocks: Mapping[int, int], granularity: int, workspace: int = 0) -> None:
         self._blocks, self._workspace = blocks, workspace
@@ -224,7 +224,7 @@ class TraceExtrapolator:
     experiment: Experiment
     cuda: bool
     matmul_workspace: int = 0
-    _optimizer_steps: dict[object, OptimizerStepTrace | Call[OptimizerStepTrace]] = field(default_factory=dict)
+    _optimizer_steps: dict[object, Call[OptimizerStepTrace]] = field(default_factory=dict)
 
     def trace(self, pipeline_rank: int) -> Trace:
         """Trace of a rank's step. Raises ExtrapolationError if the samples do not determine it, and UserError if the
@@ -249,7 +249,7 @@ class TraceExtrapolator:
             if step:
                 tracker.begin_step()
             gradients = rank.step(step, simulated, optimizer_step)
-        costs = sum_costs([_pass_costs(samples, stages, simulation), optimizer_step.costs])
+        costs = sum_costs([rank.costs(simulation), optimizer_step.costs])
         axes = axis_ranks(layout.parallelism, pipeline_rank, costs)
         saved = tuple(
             dict.fromkeys(line for each in samples.values() for sample in each for line in sample.saved_calls)
@@ -272,11 +272,9 @@ class TraceExtrapolator:
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepTrace:
         """Trace of setup and optimizer steps, shared by ranks with equal layer counts."""
         shape = self._shape(pipeline_rank)
-        found = self._optimizer_steps.get(shape)
-        if not isinstance(found, OptimizerStepTrace):
-            found = self._tracing(pipeline_rank)() if found is None else found.result()
-            self._optimizer_steps[shape] = found
-        return found
+        if shape not in self._optimizer_steps:
+            self._optimizer_steps[shape] = Call(None, self._tracing(pipeline_rank))
+        return self._optimizer_steps[shape].result()
 
     def _shape(self, pipeline_rank: int) -> object:
         return tuple((stage.kind, len(stage.modes)) for stage in schedule.stages_of(self.experiment, pipeline_rank))
@@ -288,7 +286,9 @@ class TraceExtrapolator:
     @cached_property
     def samples(self) -> Samples:
         """Samples of the run's stages."""
-        return trace_samples(self.experiment, cuda=self.cuda)
+        run, keys = self.experiment, dict.fromkeys(schedule.sample_keys(self.experiment))
+        modes, _ = recompute_modes(run.activation_checkpoint, run.model.layers)
+        return {key: [take_sample(run, mode, key, cuda=self.cuda) for mode in modes] for key in keys}
 
 
 class _Rank:
@@ -329,6 +329,24 @@ class _Rank:
         metrics = [composer.locate(self._first, number, at, at) for number in self._first.metrics(step)]
         return composer.add_optimizer_step(optimizer_step, step, gradients, metrics)
 
+    def costs(self, simulation: schedule.ScheduleSimulation) -> OpCosts:
+        """Costs of a step before the optimizer step: prologue, actions, messages and gradient reductions."""
+
+        def of_parts(stage: StageShape, parts: Iterable[SampledPart], micro: int | None) -> OpCosts:
+            found = self._samples[stage.number]
+            at = ((part.mode, StepPosition(1, part.stage, micro, part.part, part.block)) for part in parts)
+            return sum_costs(segment.costs for mode, source in at for segment in found[mode].segments.get(source, ()))
+
+        prologue = (segment.costs for segment in self._first.segments[PROLOGUES[1]])
+        terms = [sum_costs(prologue), sum_costs([self._first.message], simulation.sent)]
+        actions = Counter((each.action.stage, each.action.kind, each.sampled) for each in simulation.actions)
+        for (number, kind, micro), count in actions.items():
+            parts = self._samples[number][0].action_parts(self._stages[number], kind)
+            terms.append(sum_costs([of_parts(self._stages[number], parts, micro)], count))
+        for stage in self._stages.values():
+            terms.append(of_parts(stage, self._samples[stage.number][0].reduction_parts(stage), None))
+        return sum_costs(terms)
+
     def _replay(self, at: StepPosition, part: SampledPart, micro: int | None) -> None:
         source = StepPosition(at.step, part.stage, micro, part.part, part.block)
         # Only actions have the block in the name of their phase.
@@ -357,22 +375,3 @@ class _Rank:
         source = StepPosition(step, sampled, None, step_parts.END, block)
         at = StepPosition(step, stage.number, None, step_parts.END, key.block)
         return self._composer.locate(sample, allocation, source, at)
-
-
-def _pass_costs(samples: Samples, stages: Sequence[StageShape], simulation: schedule.ScheduleSimulation) -> OpCosts:
-    """Costs of a rank's step before the optimizer step: prologue, actions, messages and gradient reductions."""
-    own, first = {stage.number: stage for stage in stages}, samples[stages[0].sample][0]
-
-    def of_parts(stage: StageShape, parts: Iterable[SampledPart], micro: int | None) -> OpCosts:
-        found = samples[stage.sample]
-        at = ((part.mode, StepPosition(1, part.stage, micro, part.part, part.block)) for part in parts)
-        return sum_costs(segment.costs for mode, source in at for segment in found[mode].segments.get(source, ()))
-
-    prologue = (segment.costs for segment in first.segments[PROLOGUES[1]])
-    terms = [sum_costs(prologue), sum_costs([first.message], simulation.sent)]
-    actions = Counter((each.action.stage, each.action.kind, each.sampled) for each in simulation.actions)
-    for (number, kind, micro), count in actions.items():
-        parts = samples[own[number].sample][0].action_parts(own[number], kind)
-        terms.append(sum_costs([of_parts(own[number], parts, micro)], count))
-    terms += [of_parts(stage, samples[stage.sample][0].reduction_parts(stage), None) for stage in stages]
-    return sum_costs(terms)

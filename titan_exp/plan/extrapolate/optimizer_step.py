@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.plan.extrapolate.eligibility import last_layers, repetition, small_run
+from titan_exp.plan.extrapolate.eligibility import repetition, small_run
 from titan_exp.plan.extrapolate.schedule import ExtrapolationError
 from titan_exp.plan.prediction import exchange_of
 from titan_exp.plan.trace import segments as step_parts
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.segments import AllocationEvent, GradientKey, Segment, SegmentTracker, sum_costs
-from titan_exp.plan.trace.trace_step import fake_rank, trace_step
+from titan_exp.plan.trace.trace_step import fake_rank
 
 
 class Token(NamedTuple):
@@ -56,9 +56,8 @@ def _in_period(alone: Token, early: Token, late: Token, period: int, periods: in
 
 
 def _added(first: Sequence[Token], second: Sequence[Token], third: Sequence[Token]) -> list[int]:
-    """Number of tokens that the second sequence adds before each token of the first, and at the end. The third adds
-    twice as many. Chooses as few places as possible, so that periods continue the ones before them and all other
-    numbers are linear."""
+    """Number of tokens that the second sequence adds before each token of the first, and at the end; the third adds
+    twice as many. Chooses the fewest places so that periods continue those before and all other numbers are linear."""
     most, reached = len(second) - len(first), {0: (0, None)}
     for place in range(len(first) + 1):
         following: dict[int, tuple[int, Any]] = {}
@@ -144,7 +143,7 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
 
 def _depths(experiment: Experiment) -> range | None:
     """Layers of three small models, a period apart, to unroll from; None if a trace is as fast or nothing repeats."""
-    (distinct, period), last, layers = repetition(experiment), last_layers(experiment), experiment.model.layers
+    (distinct, period, last), layers = repetition(experiment), experiment.model.layers
     few = distinct + last + 2 * period
     few += (layers - few) % period
     if experiment.parallelism.pp > 1 or exchange_of(experiment).phase or layers < MIN_DEPTH * (few + 2 * period):
@@ -227,15 +226,8 @@ def _without_passes(experiment: Experiment) -> Experiment:
 def _trace(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
     tracker = SegmentTracker()
     with fake_rank(experiment, rank) as fake:
-        trace = trace_step(
-            fake.state,
-            fake.optimizer_step,
-            beside=fake.exchanges,
-            preallocated=fake.preallocated,
-            cuda=cuda,
-            rounds=False,
-            segments=tracker,
-        )
+        options = {"cuda": cuda, "rounds": False, "segments": tracker}
+        trace = fake.trace(fake.optimizer_step, warmup_step=None, beside=fake.exchanges, **options)
         segments, built = tracker.segments(), fake.state.built
     ends, others = list[Sequence[Segment]](), list[Sequence[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):

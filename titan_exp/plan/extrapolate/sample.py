@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ActivationCheckpointConfig
-from titan_exp.config.layout.pipeline_schedules import Action, Schedule
+from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec, mtp_depth
 from titan_exp.parallel.pipeline_runtime import ActivationSpec
@@ -55,7 +55,7 @@ class Sample:
     """Two traced steps of a small model."""
 
     segments: Mapping[StepPosition, Sequence[Segment]]
-    layers: Mapping[str, int]  # number of blocks by kind of stage
+    blocks: Mapping[int, int]  # number of blocks by stage number
     distinct: int  # number of first blocks that differ from the rest
     period: int  # period in which the kinds of the other blocks repeat
     edge: int  # blocks at each end of a stage that are not repeated
@@ -68,11 +68,6 @@ class Sample:
     hidden_states: frozenset[int]  # allocations of hidden states passed between stages
     results: Mapping[StepPosition, int]
     saved_calls: tuple[str, ...]  # automatic lists of saved calls in selective activation checkpointing, in words
-
-    @cached_property
-    def blocks(self) -> dict[int, int]:
-        """Number of blocks by stage number."""
-        return _blocks(self.layers, self.period)
 
     @cached_property
     def stages(self) -> list[int]:
@@ -124,7 +119,7 @@ class Sample:
     @property
     def last_micro(self) -> int | None:
         """Last micro-batch; None in a pipeline, where it may be a repeated one."""
-        return self.micro_batches - 1 if schedule.WHOLE in self.layers else None
+        return None if schedule.OTHER_RANK in self.blocks else self.micro_batches - 1
 
     @cached_property
     def roles(self) -> dict[tuple[int, int], int]:
@@ -172,34 +167,27 @@ class Sample:
 Samples = Mapping[SampleKey, Sequence[Sample]]  # one sample per activation checkpointing mode, for stages of each key
 
 
-def trace_samples(experiment: Experiment, *, cuda: bool) -> Samples:
-    """Trace the samples of a run."""
-    modes, _ = eligibility.recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
-    keys = dict.fromkeys(schedule.sample_keys(experiment))
-    return {key: [take_sample(experiment, mode, key, cuda=cuda) for mode in modes] for key in keys}
-
-
 def take_sample(
     experiment: Experiment, checkpointing: ActivationCheckpointConfig, key: SampleKey, *, cuda: bool
 ) -> Sample:
     """Trace a small model in a run's layout, with the same activation checkpointing for all blocks."""
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
-    distinct, period = eligibility.repetition(experiment)
+    distinct, period, _ = eligibility.repetition(experiment)
     with temporary_folder() as folder:
-        small, layers = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
+        small, blocks = _small_model(experiment, checkpointing, folder / "schedule.csv", key)
         with fake_rank(small, 0) as fake:
             # The first step runs in full with a pipeline.
             warmup = {"warmup_step": None} if pipeline else {}
             trace = fake.trace(cuda=cuda, inductor=uses_inductor(experiment.compile), segments=tracker, **warmup)
             micro_batches = len(fake.batches)
-            # On CUDA the host observes the completion of a send late (`schedule_simulation`).
-            sends_complete = pipeline and not cuda and _sends_complete()
-    segments = tracker.segments()
-    positions, between = _segments_of_passes(segments, _blocks(layers, period))
+            # On CUDA the host observes the completion of a send late (`simulate_rank`).
+            sent = dist.isend(torch.empty(1), dst=1) if pipeline and not cuda else None
+            sends_complete = sent is not None and sent.is_completed()
+    positions, between = _segments_of_passes(tracker.segments(), blocks)
     hidden_states = _allocations_of_hidden_states(tracker.action_results.values(), between, positions)
     return Sample(
         segments=positions,
-        layers=layers,
+        blocks=blocks,
         distinct=distinct,
         period=period,
         edge=eligibility.sampled_edge(experiment),
@@ -217,32 +205,24 @@ def take_sample(
 
 def _small_model(
     experiment: Experiment, checkpointing: ActivationCheckpointConfig, path: Path, key: SampleKey
-) -> tuple[Experiment, dict[str, int]]:
-    """Small variant of a run, and its number of blocks by kind of stage. A pipeline's schedule, with forward and
-    backward of single micro-batches, is written to a file."""
-    _, period = eligibility.repetition(experiment)
+) -> tuple[Experiment, dict[int, int]]:
+    """Small variant of a run, and its number of blocks by stage. A pipeline's schedule, with forward and backward of
+    single micro-batches, is written to a file."""
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, eligibility.SAMPLED_MICRO_BATCHES)
         number = eligibility.sampled_layers(experiment)
-        whole = {schedule.WHOLE: number + mtp_depth(experiment.model)}
-        return eligibility.small_run(experiment, [number], few, checkpointing), whole
+        small = eligibility.small_run(experiment, [number], few, checkpointing)
+        return small, {0: number + mtp_depth(experiment.model)}
     first, middle, last = eligibility.sampled_stages(experiment, key.size)
-    placement, counts = [0, 0, 1, 0], [first, middle, period, last + eligibility.last_layers(experiment)]
-    orders: Schedule = []
-    for rank in (0, 1):
-        own, order = [stage for stage, owner in enumerate(placement) if owner == rank], list[Action]()
-        for kind, number in key.order:
-            order += [Action(stage, kind, number) for stage in (own if kind == "F" else reversed(own))]
-        orders.append(order)
-    path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
+    _, period, differing = eligibility.repetition(experiment)
+    counts, lines = [first, middle, period, last + differing], ""
+    for own in ([0, 1, 3], [schedule.OTHER_RANK]):
+        passes = [(kind, number, own if kind == "F" else own[::-1]) for kind, number in key.order]
+        order = [Action(stage, kind, number) for kind, number, stages in passes for stage in stages]
+        lines += ",".join(map(str, order)) + "\n"
+    path.write_text(lines)
     small = eligibility.small_run(experiment, counts, len(key.ways), checkpointing, pp=2, schedule=str(path))
-    last += eligibility.last_blocks(experiment)
-    return small, {schedule.FIRST: first, schedule.MIDDLE: middle, schedule.LAST: last}
-
-
-def _blocks(layers: Mapping[str, int], period: int) -> dict[int, int]:
-    blocks = {schedule.SAMPLED_STAGES[kind]: count for kind, count in layers.items()}
-    return blocks if schedule.WHOLE in layers else {**blocks, schedule.OTHER_RANK: period}
+    return small, dict(enumerate([first, middle, period, last + eligibility.last_blocks(experiment)]))
 
 
 def _segments_of_passes(
@@ -263,7 +243,7 @@ def _segments_of_passes(
     def in_stage(position: StepPosition) -> StepPosition:
         if position.block is None:
             return position
-        before = schedule.first_layer(blocks, position.stage)
+        before = sum(blocks[stage] for stage in range(position.stage))
         if _is_group(position):
             before = groups[position._replace(block=None)] - blocks[position.stage]
         return position._replace(block=position.block - before)
@@ -314,8 +294,3 @@ def _message(costs: OpCosts) -> OpCosts:
     for key, size in costs.messages.items():
         share.messages[key], share.calls[key] = size // sent, costs.calls[key] // sent
     return share
-
-
-def _sends_complete() -> bool:
-    work = dist.isend(torch.empty(1), dst=1)
-    return work is not None and work.is_completed()

@@ -1,12 +1,11 @@
 """Pipeline stages of a rank, the samples that they share, and a simulation of its schedule.
 
 Without a pipeline, a rank has one stage of all layers, and its schedule is the loop over micro-batches. The simulation
-is the trainer's own `Pipeline` on stages without computation: the lifetimes of hidden states depend only on the
-schedule.
+is the trainer's `Pipeline` on stages without computation: lifetimes of hidden states depend only on the schedule.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -96,11 +95,6 @@ def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
         for stage, (rank, sample) in enumerate(zip(placement, sample_keys(experiment), strict=True))
         if rank == pipeline_rank
     ]
-
-
-def first_layer(blocks: Mapping[int, int], stage: int) -> int:
-    """Layer number of a sampled stage's first block."""
-    return sum(blocks[number] for number in range(stage))
 
 
 def sample_keys(experiment: Experiment) -> list[SampleKey]:

@@ -53,8 +53,7 @@ class OpCosts:
 
 class CostMode(TorchDispatchMode):
     """Records memory, FLOPs and messages of every operator. `workspaces` returns sizes that a call allocates and frees
-    beyond its tensors. The matmul library allocates `matmul_workspace` at its first call in each thread and keeps
-    it."""
+    beyond its tensors. The matmul library keeps `matmul_workspace` from its first call in each thread on."""
 
     def __init__(
         self,
@@ -229,19 +228,17 @@ class CostMode(TorchDispatchMode):
             kind, size = copied
             self.costs.messages[AXIS, kind] += size
             self.costs.calls[AXIS, kind] += 1
-        symmetric = op_costs.symmetric_message(func, args, out)
-        sent = op_costs.parse_message(func, args, out) if symmetric is None else symmetric[:3]
+        sent = op_costs.message_of(func, args, out)
         if sent is not None:
-            kind, group, size = sent
-            axis = self._axes.get(group, "itself")
-            self.costs.messages[axis, kind] += size
-            self.costs.calls[axis, kind] += 1
-            if kind in ("receive", "all-gather", "reduce-scatter"):
+            at = self._axes.get(sent.group, "itself"), sent.kind
+            self.costs.messages[at] += sent.size
+            self.costs.calls[at] += 1
+            if sent.kind in ("receive", "all-gather", "reduce-scatter"):
                 buffers = filter(self.tracker.is_tracked, (*inputs, *outputs))
                 self.tracker.set_category(buffers, "communication")
         elif func.namespace == "fsdp":
             self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
-        flops = op_costs.count_flops(func, args, kwargs, out) if symmetric is None else symmetric.flops
+        flops = op_costs.count_flops(func, args, kwargs, out) if sent is None else sent.flops
         self._first_matmul(func)
         bytes_moved = 0
         grouped = str(func._overloadpacket) in GROUPED
@@ -249,12 +246,12 @@ class CostMode(TorchDispatchMode):
         if grouped or (unbound and (new or func._schema.is_mutable)):
             bytes_moved = op_costs.count_bytes(func, args, kwargs, outputs)
         self._launch(sent is not None or copied is not None)
-        if symmetric is not None:
-            self._launch(symmetric.launches)
-            self.kernel(symmetric.moved)
-            self._allocate_within(symmetric.temporary)
+        if sent is not None and sent.launches:
+            self._launch(sent.launches)
+            self.kernel(sent.moved)
+            self._allocate_within(sent.temporary)
         counts = self._filled_counts(func, (inputs, outputs), flops, bytes_moved)
-        self._count(func, *counts, on_host=on_host, beside=sent[0] if sent is not None else "")
+        self._count(func, *counts, on_host=on_host, beside="" if sent is None else sent.kind)
         return flops, bytes_moved, copied is not None
 
     def _filled_counts(self, func: Any, tensors: Any, flops: int, bytes_moved: int) -> tuple[int, int]:

@@ -29,8 +29,7 @@ CATEGORIES = (
     "other",
 )
 """Categories of storages. `loss` is memory of the head and the loss, logits included; `communication` is buffers of
-collectives; `optimizer` is its state and an update's temporaries; kernel libraries allocate `workspaces` once and keep
-them."""
+collectives; `optimizer` is its state and an update's temporaries; `workspaces` are kept by kernel libraries."""
 MOMENTS = 400  # default maximum number of moments in a timeline
 SETTLED = ("parameters", "optimizer")  # categories that `set_category` never changes
 HOST = -1  # stream number of allocations in host memory
@@ -72,8 +71,7 @@ class MemoryTracker:
 
     granularity: int = 1
     """Bytes to which sizes are rounded up: 512 for torch's allocator on CUDA, 1 for exact sizes. Pinned host memory is
-    rounded up to powers of two: CachingHostAllocatorImpl::allocate in ATen/core/CachingHostAllocator.h, torch 2.11 to
-    2.15."""
+    rounded up to powers of two (torch 2.11 to 2.15: allocate in ATen/core/CachingHostAllocator.h)."""
     device: torch.device | None = None
     """Device of tensors in device memory, if other tensors are in host memory; None if there is a single memory."""
     category: str = "other"

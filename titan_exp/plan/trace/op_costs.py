@@ -6,7 +6,7 @@ compiler decides which, on fake tensors too if it believes that there are NCCL a
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -73,42 +73,31 @@ BESIDE = " beside "
 """Separator between the kind of a message and the shapes of the weights [inputs, outputs] that it overlaps with."""
 
 
-class SymmetricMessage(NamedTuple):
-    """Message of an operator that does more than send it."""
+class Message(NamedTuple):
+    """Message of an operator, which through symmetric memory does more than send it."""
 
-    kind: str  # `all-gather beside 4096 x 1536`, `all-to-all`
-    group: str
-    size: int  # bytes gathered, scattered or sent
-    flops: int
-    temporary: int  # bytes allocated and freed within the call: pieces received but not returned
-    moved: int
+    kind: str  # `all-gather`, `all-gather beside 4096 x 1536`, `all-to-all`
+    group: str  # name of the process group
+    size: int  # bytes on the larger side: the gathered tensor, the tensor to scatter, the sent tensor
+    flops: int = 0
+    temporary: int = 0  # bytes allocated and freed within the call: pieces received but not returned
+    moved: int = 0
     """Bytes read and written beside matmuls and messages: sums of pieces, copies to and from symmetric memory."""
-    launches: int
+    launches: int = 0  # operators that are launched beside the message; 0 without symmetric memory
 
 
-@contextmanager
-def assumes_symmetric_memory() -> Iterator[None]:
+def assumes_symmetric_memory() -> AbstractContextManager[None]:
     """Make the fake process group claim symmetric memory in the `with` block."""
-    with replaced_attributes(
+    return replaced_attributes(
         (dist, "is_nccl_available", lambda: True),
         (symmetric_memory, "is_nvshmem_available", lambda: True),
         (symmetric_memory, "set_backend", lambda _: None),
         (symmetric_memory, "is_symm_mem_enabled_for_group", lambda _: True),
         (symmetric_memory, "enable_symm_mem_for_group", lambda _: None),
-    ):
-        yield
+    )
 
 
-def symmetric_message(operator: Any, args: Sequence[Any], out: Any) -> SymmetricMessage | None:
-    """Message of an operator through symmetric memory; None for other operators."""
-    name = str(operator._overloadpacket)
-    if name in SYMMETRIC_EXCHANGES:
-        # Rows are copied to symmetric memory, and results from it. Only the sent rows travel, not all the room for
-        # received rows, which one of the two tensors is.
-        sizes = [_bytes(args[0]), _bytes(out if isinstance(out, Tensor) else out[0])]
-        return SymmetricMessage("all-to-all", args[-1], min(sizes), 0, 0, 2 * sum(sizes), COPIES)
-    if name not in GATHERS + SCATTERS:
-        return None
+def _message_beside_matmuls(name: str, args: Sequence[Any], out: Any) -> Message:
     left, weights = args[0], args[1] if isinstance(args[1], Sequence) else [args[1]]
     group = next(arg for arg in reversed(args) if isinstance(arg, str))
     shapes = ", ".join(f"{inputs} x {outputs}" for inputs, outputs in (weight.shape for weight in weights))
@@ -116,10 +105,10 @@ def symmetric_message(operator: Any, args: Sequence[Any], out: Any) -> Symmetric
     launches = degree * (len(weights) + 1)
     if name in SCATTERS:
         piece, size = _bytes(out), degree * _bytes(out)
-        return SymmetricMessage(f"reduce-scatter{BESIDE}{shapes}", group, size, flops, size, size + piece, launches)
+        return Message(f"reduce-scatter{BESIDE}{shapes}", group, size, flops, size, size + piece, launches)
     piece, size = _bytes(left), degree * _bytes(left)
     temporary, kind = 0 if isinstance(out[0], Tensor) else size, f"all-gather{BESIDE}{shapes}"
-    return SymmetricMessage(kind, group, size, degree * flops, temporary, 2 * piece, launches)
+    return Message(kind, group, size, degree * flops, temporary, 2 * piece, launches)
 
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
@@ -134,7 +123,7 @@ _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
 """Operators that overwrite their first argument without reading it."""
 _GATHERS = ("embedding", "gather", "index", "index_select")
 """Operators that read as many elements of their first argument as they return."""
-_GROUP_SECOND = ("allreduce_", "broadcast_", "send", "recv_", "barrier", "reduce_")
+_GROUP_SECOND = ("allreduce_", "broadcast_", "send", "recv_")
 _NAMES = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
@@ -221,22 +210,29 @@ def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
     return scores.numel() + scores.numel() // scores.shape[-1] + scores.element_size()
 
 
-def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:
-    """Kind, process group name and bytes of a communication operator, else None. Bytes are counted on the larger side:
-    the gathered tensor, the tensor to scatter, the sent tensor. Raises UserError if the operator is unknown."""
-    if str(operator._overloadpacket) in EXCHANGES:
-        return "all-to-all", args[-1], _bytes(args[0])
-    namespace, _, name = str(operator._overloadpacket).partition(".")
-    if namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "barrier"):
+def message_of(operator: Any, args: Sequence[Any], out: Any) -> Message | None:
+    """Message of a communication operator; None for other operators. Raises UserError if the operator is unknown."""
+    name = str(operator._overloadpacket)
+    if name in SYMMETRIC_EXCHANGES:
+        # Rows are copied to symmetric memory, and results from it. Only the sent rows travel, not all the room for
+        # received rows, which one of the two tensors is.
+        sizes = [_bytes(args[0]), _bytes(out if isinstance(out, Tensor) else out[0])]
+        return Message("all-to-all", args[-1], min(sizes), moved=2 * sum(sizes), launches=COPIES)
+    if name in GATHERS + SCATTERS:
+        return _message_beside_matmuls(name, args, out)
+    if name in EXCHANGES:
+        return Message("all-to-all", args[-1], _bytes(args[0]))
+    namespace, _, collective = name.partition(".")
+    if namespace not in ("c10d", "_c10d_functional") or collective in ("wait_tensor", "barrier"):
         return None
-    if name not in _NAMES:
+    if collective not in _NAMES:
         raise unknown_operator(str(operator))
     if namespace == "_c10d_functional":
-        larger = out if name == "all_gather_into_tensor" else args[0]
+        larger = out if collective == "all_gather_into_tensor" else args[0]
         group = next(arg for arg in reversed(args) if isinstance(arg, str))
-        return _NAMES[name], group, _bytes(larger)
-    group = dist.ProcessGroup.unbox(args[1 if name in _GROUP_SECOND else 2]).group_name
-    return _NAMES[name], group, _bytes(args[_LARGER_SIDE.get(name, 0)])
+        return Message(_NAMES[collective], group, _bytes(larger))
+    group = dist.ProcessGroup.unbox(args[1 if collective in _GROUP_SECOND else 2]).group_name
+    return Message(_NAMES[collective], group, _bytes(args[_LARGER_SIDE.get(collective, 0)]))
 
 
 def unknown_operator(operator: str) -> UserError:

@@ -5,7 +5,7 @@ A segment does not depend on earlier allocations, so segments of a small model c
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -94,42 +94,32 @@ class Segment:
     events: Sequence[AllocationEvent] = ()  # allocations and releases in order, if recorded
 
 
-class _Cut(NamedTuple):
-    """Start of a segment."""
-
-    start: int
-    position: StepPosition
-    where: str
-    begins_phase: bool
-    category: str
-    costs: OpCosts
-
-
-class SegmentTracker(MemoryTracker):
-    """Memory tracker that also cuts a trace into segments."""
+class SegmentTracker(MemoryTracker, StepObserver):
+    """Memory tracker that also cuts a trace into segments. As a step's observer it ends one at the start of each
+    micro-batch, pipeline action, gradient reduction and optimizer step, sets the class of kernels outside passes, and
+    the category of batches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mode: CostMode | None = None
         """Mode that counts the costs of segments; None before the build is traced."""
         self.reduced_gradients: list[dict[GradientKey, int]] = []
-        """Allocations of reduced gradients for each step; `SegmentObserver` sets them."""
+        """Allocations of reduced gradients for each step."""
         self.action_results: dict[StepPosition, int] = {}
-        """Allocations of the results of pipeline actions; `SegmentObserver` sets them."""
+        """Allocations of the results of pipeline actions."""
         self.position = StepPosition(-1, NOWHERE, None, PROLOGUE, None)
         """Position of the current segment."""
         self._block_outputs: set[int] = set()
         self._defaults: dict[int, str] = {}
-        self._cuts: list[_Cut] = []
+        self._cuts: list[tuple[int, Segment]] = []
+        """Number of changes before each segment, and the segment with all costs so far, without events."""
         self.cut(self.position, begins_phase=True)
 
     def begin_phase(self, category: str, where: str, outside_passes: str) -> None:
-        """Begin a phase of the step, and its segment."""
         super().begin_phase(category, where, outside_passes)
         self.cut(self.position.next_phase(where), begins_phase=True)
 
     def begin_step(self) -> None:
-        """Begin the evaluated step and its first segment."""
         super().begin_step()
         self.next_step()
 
@@ -140,16 +130,15 @@ class SegmentTracker(MemoryTracker):
     def cut(self, position: StepPosition, *, begins_phase: bool = False) -> None:
         """End a segment and begin another."""
         self.position, costs = position, sum_costs([self.mode.costs] if self.mode else [])
-        self._cuts.append(_Cut(len(self._changes), position, self.where, begins_phase, self.category, costs))
+        self._cuts.append((len(self._changes), Segment(costs, position, self.where, begins_phase, self.category)))
 
     def mark_matmul(self, *, backward: bool) -> None:
-        """Record the first matmul of a segment in this thread."""
         mark = BACKWARD_MATMUL if backward else FORWARD_MATMUL
-        if all(change.number != mark for change in self._changes[self._cuts[-1].start :]):
+        start, _ = self._cuts[-1]
+        if all(change.number != mark for change in self._changes[start:]):
             self._changes.append(Change(None, mark, 0, 0, self.where))
 
     def mark_block_output(self, output: Any) -> None:
-        """Record the output of a block."""
         if isinstance(output, Tensor):
             self._block_outputs.add(self.allocation_of(output))
 
@@ -164,11 +153,10 @@ class SegmentTracker(MemoryTracker):
     def segments(self) -> list[Segment]:
         """All segments that have ended, with their events."""
         found = list[Segment]()
-        for cut, following in pairwise(self._cuts):
+        for (start, segment), (end, following) in pairwise(self._cuts):
             # The outer sum drops keys of messages that the segment does not send.
-            costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
-            events = [*map(self._event, self._changes[cut.start : following.start])]
-            found.append(Segment(costs, cut.position, cut.where, cut.begins_phase, cut.category, events))
+            costs = sum_costs([sum_costs([following.costs, sum_costs([segment.costs], -1)])])
+            found.append(replace(segment, costs=costs, events=[*map(self._event, self._changes[start:end])]))
         return found
 
     def _event(self, change: Change) -> AllocationEvent:
@@ -184,65 +172,50 @@ class SegmentTracker(MemoryTracker):
         if category is None and self._allocations > known:
             self._defaults[self._allocations] = self.category
 
-
-class SegmentObserver(StepObserver):
-    """Ends a segment at the start of each micro-batch, pipeline action, gradient reduction and optimizer step. Also
-    sets the class of kernels outside passes, and the category of batches."""
-
-    def __init__(self, tracker: SegmentTracker) -> None:
-        self._tracker = tracker
-
     def microbatch_begin(self, index: int) -> None:
-        """Begin a micro-batch."""
-        self._cut(0, index, "F before")
+        self._cut_at(0, index, "F before")
 
     def action_begin(self, action: Action) -> None:
         """Begin a pipeline action. Before its first block, batches are placed or the loss is differentiated."""
-        self._cut(action.stage, action.microbatch, f"{action.kind} before")
+        self._cut_at(action.stage, action.microbatch, f"{action.kind} before")
         # The previous action's phase depends on the schedule.
         if action.kind == "F":
-            self._tracker.begin_phase("activations", "forward, embedding", EMBEDDING)
+            self.begin_phase("activations", "forward, embedding", EMBEDDING)
         else:
-            self._tracker.begin_phase("loss", "backward, head and loss", LOSS)
+            self.begin_phase("loss", "backward, head and loss", LOSS)
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
         """Begin the segment between two pipeline actions. Hidden states and gradients between stages are activations,
         even if a collective writes or reads them."""
-        tracker = self._tracker
         # The last stage's objective is a scalar.
         if result is not None and result.dim():
-            tracker.set_category([result], "activations", is_final=True)
-        at = tracker.position._replace(part=action.kind + RESULT, block=None)
-        if result is not None and (allocation := tracker.allocation_of(result)) != NOT_TRACKED:
-            tracker.action_results[at] = allocation
-        tracker.cut(at._replace(part=action.kind + BETWEEN))
+            self.set_category([result], "activations", is_final=True)
+        at = self.position._replace(part=action.kind + RESULT, block=None)
+        if result is not None and (allocation := self.allocation_of(result)) != NOT_TRACKED:
+            self.action_results[at] = allocation
+        self.cut(at._replace(part=action.kind + BETWEEN))
 
     def weight_gradients_begin(self, weights: Sequence[str]) -> None:
         """Begin the weight gradients of a block; those outside of blocks belong to the previous phase."""
         if weights[0].startswith("blocks."):
-            self._tracker.begin_phase("activations", f"backward, block {weights[0].split('.')[1]}", "")
+            self.begin_phase("activations", f"backward, block {weights[0].split('.')[1]}", "")
 
     def gradient_group_begin(self) -> None:
-        """Begin the sum of a parameter group's gradients."""
-        self._tracker.begin_phase("activations", GRADIENT_SUM, GRADIENTS)
+        self.begin_phase("activations", GRADIENT_SUM, GRADIENTS)
 
     def stage_reduction_begin(self, stage: int) -> None:
-        """Begin the gradient reduction of a stage."""
-        self._tracker.outside_passes = GRADIENTS
-        self._cut(stage, None, REDUCE)
+        self.outside_passes = GRADIENTS
+        self._cut_at(stage, None, REDUCE)
 
     def group_reduction_begin(self) -> None:
-        """Begin the gradient reduction of an FSDP parameter group."""
-        self._tracker.cut(self._tracker.position.next_group(GROUP))
+        self.cut(self.position.next_group(GROUP))
 
     def stage_reduction_end(self) -> None:
-        """Begin the wait for the reductions of a stage."""
-        self._cut(self._tracker.position.stage, None, REST)
+        self._cut_at(self.position.stage, None, REST)
 
     def tied_sum_begin(self) -> None:
-        """Begin the sum of tied gradients."""
-        self._tracker.outside_passes = GRADIENTS
-        self._cut(NOWHERE, None, TIED_SUM)
+        self.outside_passes = GRADIENTS
+        self._cut_at(NOWHERE, None, TIED_SUM)
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and record the storages of gradients."""
@@ -252,27 +225,27 @@ class SegmentObserver(StepObserver):
             for number, name, weight in parameters_in_blocks(part):
                 if weight.grad is not None:
                     key = GradientKey(place, None if number is None else places[number], name)
-                    found[key] = self._tracker.allocation_of(weight.grad)
-        self._tracker.reduced_gradients.append(found)
-        self._cut(NOWHERE, None, OPTIMIZER_STEP)
-        self._tracker.outside_passes = NORM
+                    found[key] = self.allocation_of(weight.grad)
+        self.reduced_gradients.append(found)
+        self._cut_at(NOWHERE, None, OPTIMIZER_STEP)
+        self.outside_passes = NORM
 
     def update_begin(self, optimizer: Optimizer) -> None:
         """Begin the optimizer's own part of the step, and categorize gradients."""
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in trained if weight.grad is not None]
-        self._tracker.set_category(gradients, "gradients")
-        self._tracker.gradients = self._tracker.tracked_bytes(gradients)
-        self._tracker.begin_phase("optimizer", "optimizer", OPTIMIZER)
+        self.set_category(gradients, "gradients")
+        self.gradients = self.tracked_bytes(gradients)
+        self.begin_phase("optimizer", "optimizer", OPTIMIZER)
 
     def update_end(self, optimizer: Optimizer) -> None:
         """Categorize the optimizer's state; compute weights follow."""
         state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        self._tracker.set_category(state, "optimizer")
-        self._tracker.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
+        self.set_category(state, "optimizer")
+        self.begin_phase("other", "between steps", COMPUTE_WEIGHTS)
 
-    def _cut(self, stage: int, micro: int | None, part: str) -> None:
-        self._tracker.cut(StepPosition(self._tracker.position.step, stage, micro, part, None))
+    def _cut_at(self, stage: int, micro: int | None, part: str) -> None:
+        self.cut(StepPosition(self.position.step, stage, micro, part, None))
 
 
 def parameters_in_blocks(part: nn.Module) -> Iterator[tuple[int | None, str, nn.Parameter]]:

@@ -7,7 +7,7 @@ CUDA graph, a pass's memory is the graph's own pool, and replays launch nothing.
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from titan_exp.plan.trace import torch_patches
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.memory_tracker import Moment
 from titan_exp.plan.trace.op_costs import COMPUTE_WEIGHTS, EMBEDDING, assumes_symmetric_memory
-from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker, sum_costs, track_phases
+from titan_exp.plan.trace.segments import SegmentTracker, sum_costs, track_phases
 from titan_exp.trainer.forward_backward import Recording
 from titan_exp.trainer.objective import MetricSums
 from titan_exp.trainer.part import Parts
@@ -106,10 +106,10 @@ class FakeRank:
         """Run one optimizer step of the trainer."""
         self._step(self.batches, self.state)
 
-    def trace(self, **options: Any) -> "Trace":
-        """Trace the step, after the shortest warm-up; `options` are those of `trace_step`."""
+    def trace(self, step: Callable[[], object] | None = None, **options: Any) -> "Trace":
+        """Trace a step, by default after the shortest warm-up; `options` are those of `trace_step`."""
         given = {"warmup_step": self.warmup_step, "recorder": self.recorder, "preallocated": self.preallocated}
-        return trace_step(self.state, self.step, **given | options)
+        return trace_step(self.state, step or self.step, **given | options)
 
     def warmup_step(self) -> None:
         """Run an optimizer step with the fewest micro-batches; it creates the same optimizer state."""
@@ -233,8 +233,7 @@ class _Chunks:
 _MESH_METHODS = ("__getitem__", "get_group", "get_local_rank", "get_coordinate", "get_rank", "size", "_get_root_mesh")
 
 
-@contextmanager
-def _readable_meshes() -> Iterator[None]:
+def _readable_meshes() -> AbstractContextManager[None]:
     """Let device meshes read their rank tables, which are real tensors, outside fake tensor mode."""
 
     def without_modes(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,8 +246,7 @@ def _readable_meshes() -> Iterator[None]:
 
     methods = ((name, getattr(DeviceMesh, name, None)) for name in _MESH_METHODS)
     replacements = ((DeviceMesh, name, without_modes(method)) for name, method in methods if method is not None)
-    with torch_patches.replaced_attributes(*replacements):
-        yield
+    return torch_patches.replaced_attributes(*replacements)
 
 
 @dataclass(frozen=True)
@@ -317,7 +315,7 @@ def trace_step(
         torch_patches.reset_dynamo() if offloaded else nullcontext(),
         torch_patches.skip_inductor_kernels(mode.kernel, state.mesh.device) if inductor else nullcontext(),
         torch_patches.compile_as_for_cuda(beside=offloaded) if inductor and cuda else nullcontext(),
-        observe_steps(SegmentObserver(tracker)),
+        observe_steps(tracker),
     ):
         for tensor in preallocated:
             tracker.track(tensor, "other")

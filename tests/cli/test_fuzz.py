@@ -82,7 +82,7 @@ def launch_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("titan_exp.launch.sweep.sweeper.predict_sweep_memory", lambda sweep_plan, *_, **__: sweep_plan)
     patch.setattr("titan_exp.plan.predict.predict", refuse)
     patch.setattr("titan_exp.plan.layout_search.LayoutSearch", lambda *_: SimpleNamespace(run=refuse))
-    patch.setattr("titan_exp.plan.prediction.predict_many", refuse)
+    patch.setattr("titan_exp.plan.predictions.predict_many", refuse)
     patch.setattr("titan_exp.launch.local.ranks.run_on_ranks", refuse)
     patch.setattr("titan_exp.cli.tokenize.build_store", refuse)
     patch.setattr("titan_exp.launch.sweep.shipped_study.StudySweep.record", refuse)

@@ -26,7 +26,7 @@ from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.evaluation import evaluated, evaluations_of
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.prediction import cache_key
+from titan_exp.plan.predictions import cache_key
 from titan_exp.plan.tables import plan_to_json
 from titan_exp.plan.trace.trace_step import pipeline_ranks
 from titan_exp.tracking.run_folder.run_folder import RunFolder

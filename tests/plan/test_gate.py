@@ -30,18 +30,8 @@ from titan_exp.plan.gate import (
     upper_bound,
 )
 from titan_exp.plan.predict import predict
-from titan_exp.plan.prediction import (
-    NotPredicted,
-    Prediction,
-    PredictionRequest,
-    RankPrediction,
-    cache_key,
-    from_json,
-    get,
-    merge_ranks,
-    predict_many,
-    put,
-)
+from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks
+from titan_exp.plan.predictions import PredictionRequest, cache_key, get, predict_many, put
 
 H100 = ["cluster=slurm_h100", "compile=none", "training.mixed_precision=bf16"]
 

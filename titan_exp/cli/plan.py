@@ -129,7 +129,8 @@ def plan_command(cfg: Any, typed: Sequence[str], options: PlanOptions, command: 
     from titan_exp.config.command_line.help import remarks
     from titan_exp.launch.run_plan import laptop_rate
     from titan_exp.plan.planner_processes import start_forkserver
-    from titan_exp.plan.prediction import FAILED, check_supported
+    from titan_exp.plan.prediction import check_supported
+    from titan_exp.plan.predictions import FAILED
     from titan_exp.rules import check
     from titan_exp.rules.composed import read_experiment
 

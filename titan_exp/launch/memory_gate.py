@@ -38,7 +38,7 @@ from titan_exp.plan.gate import (
     plan_record,
 )
 from titan_exp.plan.planner_processes import PlannerProcesses
-from titan_exp.plan.prediction import FOLDER, code_digest
+from titan_exp.plan.predictions import FOLDER, code_digest
 from titan_exp.tracking.display import format_bytes
 from titan_exp.tracking.run_folder.files import write_atomically
 from titan_exp.tracking.run_folder.run_folder import read_json

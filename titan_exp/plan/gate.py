@@ -29,14 +29,8 @@ from titan_exp.plan.devices import SAVE_PROCESS_GB, DeviceMemory, device_memory_
 from titan_exp.plan.evaluation import evaluations_of
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.layouts import KEYS, LOSS_CHUNK, MICRO_BATCH, MODE, Move, further_moves, moves, with_values
-from titan_exp.plan.prediction import (
-    NotPredicted,
-    Prediction,
-    PredictionRequest,
-    RankPrediction,
-    exchange_of,
-    predict_many,
-)
+from titan_exp.plan.prediction import NotPredicted, Prediction, RankPrediction, exchange_of
+from titan_exp.plan.predictions import PredictionRequest, predict_many
 from titan_exp.rules import check
 from titan_exp.tracking.display import GIB, format_bytes
 

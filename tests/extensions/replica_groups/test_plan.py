@@ -22,7 +22,7 @@ from titan_exp.plan.gate import check_memory
 from titan_exp.plan.layout_search import LayoutCost
 from titan_exp.plan.layouts import Candidate
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.prediction import cache_key
+from titan_exp.plan.predictions import cache_key
 
 pytestmark = pytest.mark.skipif(torchft_version() != TORCHFT, reason=f"needs torchft {TORCHFT}")
 WORDS = "training.micro_batch_size=1 "

@@ -13,11 +13,10 @@ tensor argument, at an offset from its own.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo.config as dynamo
@@ -31,14 +30,23 @@ from torch.utils.flop_counter import flop_registry
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.parallelism import CompileConfig
 
+_ABSENT = object()
+
 
 @contextmanager
 def replaced_attributes(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
     """Replace attributes of torch's classes and modules in the `with` block, given as (owner, name, replacement)."""
-    with ExitStack() as stack:
-        for replacement in replacements:
-            stack.enter_context(mock.patch.object(*replacement))
+    originals = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
         yield
+    finally:
+        for owner, name, original in reversed(originals):
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 @contextmanager
@@ -140,16 +148,20 @@ def skip_inductor_kernels(called: Callable[[int], None], device: torch.device) -
         (guards, "_reinterpret_tensor", reinterpreted),
         (AsyncCompile, "cpp_pybinding", kernel),
     )
-    # Inductor's C++ code has no type for MXFP8 scales.
-    types = mock.patch.dict(DTYPE_TO_CPP, {torch.float8_e8m0fnu: "uint8_t", **DTYPE_TO_CPP})
-    with reset_dynamo(), inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements), types:
+    types = dict(DTYPE_TO_CPP)
+    with reset_dynamo(), inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
         try:
+            # Inductor's C++ code has no type for MXFP8 scales.
+            DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "uint8_t")
             yield
         except InductorError as error:
             raise UserError(
                 f"plan: we plan compiled parts with inductor's CPU code, and inductor failed to generate it ({error}). "
                 "Use compile=none to plan the same run without compilation."
             ) from error
+        finally:
+            DTYPE_TO_CPP.clear()
+            DTYPE_TO_CPP.update(types)
 
 
 @contextmanager
@@ -174,9 +186,14 @@ def compile_as_for_cuda(*, beside: bool) -> Iterator[None]:
         (ir, "is_cpu", lambda _: False),  # on a CPU, exponentials and sigmoids that several operators read get buffers
         (partitioners, "get_default_op_list", lambda: replace(known, compute_intensive_ops=kept)),
     )
-    counted = {on_cpu: flop_registry[aten._scaled_dot_product_flash_attention]}
-    with mock.patch.dict(flop_registry, counted), replaced_attributes(*replacements):
-        yield
+    counted = dict(flop_registry)
+    try:
+        flop_registry[on_cpu] = counted[aten._scaled_dot_product_flash_attention]
+        with replaced_attributes(*replacements):
+            yield
+    finally:
+        flop_registry.clear()
+        flop_registry.update(counted)
 
 
 Key = tuple[Hashable, ...]

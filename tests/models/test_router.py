@@ -9,6 +9,7 @@ from tests.config.composing import experiment
 from titan_exp.models.blocks.feed_forward import Router
 from titan_exp.models.qwen3_moe import Config
 from titan_exp.models.spec.moe import MoEConfig, RouterSpec
+from titan_exp.ops.moe.permutation import sort_by_expert
 
 MODEL = experiment("model=qwen3_moe_debug").model
 assert isinstance(MODEL, Config)
@@ -70,6 +71,17 @@ def test_only_training_counts():
     assert int(counted.counts.sum()) == 0
     counted(tokens())
     assert int(counted.counts.sum()) == 2 * 8 * MOE.active_experts
+
+
+def test_it_counts_by_the_sort_that_experts_need_or_each_sequence_by_itself():
+    whole = router(replace(MOE, balance=replace(MOE.balance, loss="global_batch", coefficient=0.1)))
+    each = router(replace(MOE, balance=replace(MOE.balance, loss="sequence", coefficient=0.1)))
+    routing = whole(tokens())
+    assert routing.order is not None
+    assert each(tokens()).order is None
+    expected = sort_by_expert(routing.experts, MOE.experts)
+    assert all(torch.equal(mine, other) for mine, other in zip(routing.order, expected, strict=True))
+    assert torch.equal(whole.counts, each.counts)
 
 
 def test_the_load_of_the_step_before_is_the_share_of_choices():

@@ -27,13 +27,14 @@ def the_balance_is_that_of_a_ranks_tokens() -> None:
 
 def the_balance_is_that_of_a_micro_batch() -> None:
     def make(original: Any) -> Any:
-        def loss(self: Any, scores: Any, choices: Any, length: int) -> Any:
-            self.previous_load = choices.sum(0) * (self.moe.experts / choices.sum())
-            return original(self, scores, choices, length)
+        def balanced(self: Any, weights: Any, logits: Any, scores: Any, experts: torch.Tensor) -> Any:
+            counts = experts.flatten().bincount(minlength=self.moe.experts)
+            self.previous_load = counts * (self.moe.experts / counts.sum())
+            return original(self, weights, logits, scores, experts)
 
-        return loss
+        return balanced
 
-    patch(f"{ROUTER}.Router._balance_loss", make)
+    patch(f"{ROUTER}.Router._balanced", make)
 
 
 def the_balance_is_averaged_over_micro_batches_again() -> None:

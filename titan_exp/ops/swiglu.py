@@ -84,7 +84,7 @@ def weighted_swiglu(gate_up: GateUp, weights: Weights, group: int = GROUP, varia
             return clamped_swiglu(gate_up, weights, group, variant)
         gate, up = halves(gate_up, group)
         silu = F.silu(gate)
-        product = silu.to(torch.promote_types(silu.dtype, torch.float32)) * up * weights[:, None, None]
+        product = silu.to(torch.promote_types(silu.dtype, torch.float32)) * up * weights.view(-1, 1, 1)
         return product.to(gate_up.dtype).flatten(-2)
     return _WeightedSwiGLU.apply(gate_up, weights, group, variant)  # type: ignore[return-value]  # a Tensor
 

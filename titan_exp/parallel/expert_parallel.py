@@ -348,9 +348,12 @@ class ExpertParallelDispatch:
     ) -> Callable[[], Float[Tensor, "tokens dim"]]:
         """Start to exchange counts; the result computes the weighted sum of the experts' outputs for these tokens."""
         chosen = routing.experts if self.channels is None else self.channels.gather(routing.experts)
+        known = routing.order if self.channels is None else None
         if self.degree == 1:
-            return lambda: self._over_channels(tokens, Routing(chosen, routing.weights), experts, compute_locally)
-        order, inverse, ends = sort_by_expert(chosen, experts.count)
+            return lambda: self._over_channels(
+                tokens, Routing(chosen, routing.weights, known), experts, compute_locally
+            )
+        order, inverse, ends = known or sort_by_expert(chosen, experts.count)
         exchange = (
             SymmetricExchange.start(ends, chosen.shape[0], chosen.shape[1], self.degree, self.group)
             if self.symmetric_memory

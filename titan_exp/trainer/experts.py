@@ -48,7 +48,6 @@ class ExpertLoad:
         for sums in self.step_sums:
             sums.zero_()
 
-    @torch.no_grad()
     def update(self) -> None:
         """Finish an optimizer step: reduce the counts over all ranks and update each router."""
         if not self._sizes:

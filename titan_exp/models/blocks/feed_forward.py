@@ -86,9 +86,10 @@ class Router(nn.Module):
             top2_groups=moe.group_score == "top2_sum",
         )
         weights = routing_ops.expert_weights(scores, experts, normalized=moe.normalized, scale=moe.scale)
+        order = None
         if torch.is_grad_enabled():
-            weights = self._balanced(weights, logits, scores, experts)
-        return routing_ops.Routing(experts.flatten(0, 1), weights.flatten(0, 1))
+            weights, order = self._balanced(weights, logits, scores, experts)
+        return routing_ops.Routing(experts.flatten(0, 1), weights.flatten(0, 1), order)
 
     def set_batch(
         self, sequences: Tensor | int, sequence_ranks: int = 1, sum_counts: routing_ops.SumCounts | None = None
@@ -97,15 +98,14 @@ class Router(nn.Module):
         them."""
         self.sequences, self.sequence_ranks, self.sum_counts = sequences, sequence_ranks, sum_counts
 
-    @torch.no_grad()
     def finish_step(self, counts: Int64[Tensor, " experts"]) -> None:
         """Update bias and load from the global batch's tokens per expert, then reset the counts."""
-        moe, exact = self.moe, counts.double()
+        moe = self.moe
         if moe.balance.bias_rate:
-            change = moe.balance.bias_rate * (exact.mean() - exact).sign()
+            change = moe.balance.bias_rate * (counts.double().mean() - counts).sign()
             self.bias.add_(change - change.mean() if moe.balance.centered_bias else change)
         if moe.balance.loss == "global_batch":
-            self.previous_load.copy_(exact * (moe.experts / exact.sum().clamp(min=1)))
+            self.previous_load.copy_(counts * (moe.experts / counts.sum().double().clamp(min=1)))
         self.counts.zero_()
         self.losses.zero_()
 
@@ -117,12 +117,21 @@ class Router(nn.Module):
         for name, buffer in self.named_buffers(recurse=False):
             buffer.fill_(1 if name == "previous_load" else 0)
 
-    def _balanced(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        """Count the tokens of each expert, and attach the gradients of the balance losses to the weights."""
+    def _balanced(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor
+    ) -> tuple[Tensor, routing_ops.Sorted | None]:
+        """Count the tokens of each expert, and attach the gradients of the balance losses to the weights. Returns also
+        the sorted choices, unless each sequence was counted by itself."""
         moe, balance = self.moe, self.moe.balance
-        choices = routing_ops.choices_per_expert(experts.flatten(1), moe.experts)
+        choices = order = None
+        if balance.coefficient and balance.loss in {"switch", "sequence"}:
+            choices = routing_ops.choices_per_expert(experts.flatten(1), moe.experts)
+            counts = choices.sum(0)
+        else:
+            order = _, _, ends = sort_by_expert(experts.flatten(0, 1), moe.experts)
+            counts = ends.diff(prepend=ends.new_zeros(1))
         count = routing_ops.add_unless_recomputing if self.recomputed else Tensor.add_
-        count(self.counts, choices.sum(0))
+        count(self.counts, counts)
         length = experts.shape[1] * self.sequence_ranks
         loss = z_loss = None
         if balance.coefficient:
@@ -131,17 +140,18 @@ class Router(nn.Module):
             z_loss = routing_ops.router_z_loss(logits) * (balance.z_loss / (self.sequences * length))
         losses = [term for term in (loss, z_loss) if term is not None]
         if not losses:
-            return weights
+            return weights, order
         zero = torch.zeros((), device=weights.device)
         terms = [zero if term is None else term.detach() for term in (loss, z_loss)]
         count(self.losses, torch.stack(terms))
-        return routing_ops.attach_loss(weights, sum(losses[1:], losses[0]))
+        return routing_ops.attach_loss(weights, sum(losses[1:], losses[0])), order
 
-    def _balance_loss(self, scores: Tensor, choices: Tensor, length: int) -> Tensor:
+    def _balance_loss(self, scores: Tensor, choices: Tensor | None, length: int) -> Tensor:
         """Part of the balance loss that these tokens contribute, summed over sequences."""
         moe = self.moe
         if moe.balance.loss == "global_batch":
             return routing_ops.batch_balance_loss(routing_ops.normalized_scores(scores), self.previous_load) / length
+        assert choices is not None, "sequences are counted one by one"
         if self.sum_counts is not None:
             choices = self.sum_counts(choices)
         if moe.balance.loss == "switch":
@@ -280,7 +290,7 @@ def compute_locally(tokens: Tensor, routing: routing_ops.Routing, experts: Exper
         weights = None if experts.is_quantized else permute_weights(routing.weights, order.order, order.inverse)
         rows = experts(tokens, order.ends, weights, order)
         return combine(rows, order.order, order.inverse, routing.weights if weights is None else None, order.padding)
-    by_expert, inverse, ends = sort_by_expert(routing.experts, experts.count)
+    by_expert, inverse, ends = routing.order or sort_by_expert(routing.experts, experts.count)
     if experts.weighted_inputs:
         by_row = permute_weights(routing.weights, by_expert, inverse)
         rows = recompute_input(

@@ -9,6 +9,7 @@ gradient.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,11 +73,13 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
-    return (
-        left.is_cuda
-        and left.dtype == right.dtype == torch.bfloat16
-        and all(size % ALIGNED == 0 for size in (left.shape[-1], *right.shape[1:]))
-    )
+    return left.is_cuda and left.dtype == torch.bfloat16 and _is_taken(left, right)
+
+
+def _is_taken(left: Tensor, right: Tensor) -> bool:
+    """True if torch's grouped matmul takes these operands, on a GPU only those in bf16."""
+    aligned = left.shape[-1] % ALIGNED == right.shape[-1] % ALIGNED == 0
+    return aligned and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float32)
 
 
 @operator("grouped_rows", fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
@@ -86,13 +89,16 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         # The kernel leaves rows after the last end uninitialized.
         _zero_rows_after(out, ends)
         return out
-    out, sizes = x.new_empty(x.shape[0], weight.shape[2]), sizes_of_experts(ends, x.shape[0])
-    *parts, rest = out.split_with_sizes(sizes)
-    for part, rows, matrix in zip(parts, x.split_with_sizes(sizes), weight.unbind(), strict=False):
-        if rows.shape[0]:
-            torch.mm(rows, matrix, out=part)
-    if rest.shape[0]:
-        rest.zero_()
+    sizes = sizes_of_experts(ends, x.shape[0])
+    if x.is_cpu and _is_taken(x, weight):
+        out = F.grouped_mm(x.contiguous(), weight, offs=ends)
+    else:
+        out = x.new_empty(x.shape[0], weight.shape[2])
+        for part, rows, matrix in zip(*(of.split_with_sizes(sizes) for of in (out, x)), weight.unbind(), strict=False):
+            if rows.shape[0]:
+                torch.mm(rows, matrix, out=part)
+    if sizes[-1]:
+        out[-sizes[-1] :].zero_()
     return out
 
 
@@ -102,7 +108,10 @@ def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 @operator("grouped_outer", fake=_empty_outer)
 def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    out, sizes = _empty_outer(left, right, ends), sizes_of_experts(ends, left.shape[0])
+    sizes = sizes_of_experts(ends, left.shape[0])
+    if left.is_cpu and _is_taken(left, right):
+        return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
+    out = _empty_outer(left, right, ends)
     of_experts = out.unbind(), left.split_with_sizes(sizes), right.split_with_sizes(sizes)
     for part, rows, columns in zip(*of_experts, strict=False):
         if rows.shape[0]:
@@ -144,16 +153,14 @@ def zero_rows_after_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-o
 def sizes_of_experts(ends: Tensor, tokens: int) -> list[int]:
     """Number of rows of each expert, then of the rest. Fake tensors have no values, so their experts get equal
     numbers."""
-    sizes, start, experts = [], 0, ends.shape[0]
+    experts = ends.shape[0]
     known = (
         [tokens * (expert + 1) // experts for expert in range(experts)] if type(ends) is FakeTensor else ends.tolist()
     )
-    for expert, end in enumerate(known):
-        if not start <= end <= tokens:
-            raise ValueError(f"rows of expert {expert} end at {end}, which must be between {start} and {tokens}")
-        sizes.append(end - start)
-        start = end
-    return [*sizes, tokens - start]
+    sizes = [end - start for start, end in pairwise([0, *known, tokens])]
+    if min(sizes) < 0:
+        raise ValueError(f"ends of the experts' rows must be between 0 and {tokens}, and ascend: {known}")
+    return sizes
 
 
 def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:

@@ -39,7 +39,7 @@ def sort_by_expert(experts: Choices, count: int) -> tuple[Order, Choices, Int32[
     come after the last end."""
     flat = experts.flatten().to(torch.int16 if count < _NARROW else torch.int64)
     by_expert, order = flat.sort(stable=True)
-    inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     expert = torch.arange(count, device=order.device, dtype=flat.dtype)
     ends = torch.searchsorted(by_expert, expert, right=True, out_int32=True)
     return order, inverse.view_as(experts), ends
@@ -67,7 +67,7 @@ class PaddedOrder:
         number = torch.arange(room - choices, device=order.device)
         expert = torch.searchsorted(padded - ends, number.int(), right=True)
         padding = number + torch.cat([ends, ends.new_full((1,), choices)])[expert]
-        order = order.new_zeros(room).scatter(0, inverse.flatten(), torch.arange(choices, device=order.device))
+        order = order.new_zeros(room).scatter_(0, inverse.flatten(), torch.arange(choices, device=order.device))
         return PaddedOrder(order, inverse, padded, padding)
 
 
@@ -96,7 +96,7 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(inverse)
         if torch.compiler.is_compiling():
             # This reads k times as much as the kernel, but the partitioner may recompute it instead of keeping it.
-            rows = x[order // inverse.shape[1]]
+            rows = x.index_select(0, order // inverse.shape[1])
             return rows if padding is None else rows.index_fill(0, padding, 0)
         return copy_tokens(x.contiguous(), inverse, padding)
 
@@ -132,12 +132,12 @@ class _PermuteWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return weights.flatten()[order]
+        return weights.take(order)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (inverse,) = ctx.saved_tensors
-        return gradients[0][inverse], None, None
+        return gradients[0].take(inverse), None, None
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
@@ -150,7 +150,7 @@ def sum_rows(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
 def _sum_choices(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     total: Tensor | None = None
     for choice in range(inverse.shape[1]):
-        part = in_type(rows[inverse[:, choice]], _sum_dtype(rows))
+        part = in_type(rows.index_select(0, inverse[:, choice]), _sum_dtype(rows))
         part = part if weights is None else part * weights[:, choice, None]
         total = part if total is None else total + part
     assert total is not None, "a token has at least one expert"
@@ -182,17 +182,17 @@ def copy_tokens(x: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
 
 @operator("sum_rows", fake=lambda rows, inverse, _: rows.new_empty(inverse.shape[0], rows.shape[1]))
 def _sum_rows_kernel(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    if not rows.is_cuda:
+        # On a CPU this is one pass, with choices in order. Narrower rows would be summed in their dtype.
+        wide = _sum_dtype(rows)
+        factors = None if weights is None else weights.to(wide)
+        return F.embedding_bag(inverse, rows.to(wide), mode="sum", per_sample_weights=factors).to(rows.dtype)
     out = rows.new_empty(inverse.shape[0], rows.shape[1])
     if runs_kernel(rows):
         operands = rows, rows if weights is None else weights.contiguous()
         choices = {"choices": inverse.shape[1], "weighted": weights is not None}
         _launch(sum_rows_kernel, out, inverse, *operands, **choices, block=BLOCK)
         return out
-    if not rows.is_cuda:
-        # On a CPU this is one pass, with choices in order. Narrower rows would be summed in their dtype.
-        wide = _sum_dtype(rows)
-        factors = None if weights is None else weights.to(wide)
-        return F.embedding_bag(inverse, rows.to(wide), mode="sum", per_sample_weights=factors).to(rows.dtype)
     total = torch.zeros_like(out, dtype=_sum_dtype(rows))
     for choice in range(inverse.shape[1]):
         part = rows.index_select(0, inverse[:, choice])

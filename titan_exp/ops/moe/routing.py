@@ -16,6 +16,7 @@ from titan_exp.ops.autograd import is_recomputing, operator
 Scores = Float32[Tensor, "*tokens experts"]
 Chosen = Int64[Tensor, "*tokens k"]
 Loss = Float32[Tensor, ""]
+Sorted = tuple[Tensor, Tensor, Tensor]  # result of `permutation.sort_by_expert`
 
 TINY = 1e-20  # term added to the sum of the chosen scores, which sigmoids may round to 0
 
@@ -25,6 +26,7 @@ class Routing(NamedTuple):
 
     experts: Int64[Tensor, "tokens k"]  # chosen experts
     weights: Float32[Tensor, "tokens k"]  # factors of the experts' outputs
+    order: Sorted | None = None  # sorted choices, if the router counted by them
 
 
 def choose_experts(
@@ -33,9 +35,8 @@ def choose_experts(
     """Choose the k experts with the highest scores, in `active_groups` of `groups` equal groups of neighbours. A
     group's score is its maximum (DeepSeek V2), or the sum of its two highest with `top2_groups` (V3). Among equal
     scores the lowest index wins. There is no gradient."""
-    scores = scores.detach()
     if active_groups < groups:
-        grouped = scores.unflatten(-1, (groups, -1))
+        grouped = scores.detach().unflatten(-1, (groups, -1))
         of_groups = grouped.topk(2, dim=-1).values.sum(-1) if top2_groups else grouped.amax(-1)
         chosen = topk_lowest_index(of_groups, active_groups)
         closed = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, chosen, False)

@@ -43,6 +43,7 @@ quick: $(TESTS) compiled
 ## Every layout of tests/parity and other cases that the tests by day leave out, hundreds of layouts drawn at random, and
 ## things broken on purpose that must be noticed.
 night: $(TESTS) peer compiled
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	TITAN_EXP_TESTS_COLD=1 $(PYTEST) -m night
 	$(PYTEST) tests/parity/*mutations.py tests/launch/*mutations.py tests/extensions/*/*mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
@@ -109,8 +110,9 @@ lint: $(TESTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
+# Tests run, which shows most of their errors of types: pyright checks them by night.
 types: $(TESTS)
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python titan_exp hydra_plugins benchmarks
 
 ## A SLURM for tests/cluster, which skips without one.
 slurm:

@@ -131,8 +131,7 @@ def test_it_ends_as_any(code: str, cold: bool, monkeypatch: pytest.MonkeyPatch):
     if cold:
         monkeypatch.setattr(subprocess, "_fork_exec", warm_start.execute)
     variables = {**os.environ, "PYTHONUNBUFFERED": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*SELF, code], env=variables, text=True, **pipes)
+    process = subprocess.Popen([*SELF, code], env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     if code in ("interrupt", "kill"):
         assert process.stdout.readline() == "waits\n"

@@ -15,6 +15,7 @@ import titan_exp
 from tests.parity.runs import train
 from tests.ranks import run_ranks
 from titan_exp.ops.autograd import dense, in_type
+from titan_exp.ops.moe.permutation import copy_tokens
 
 MAY_DO_NOTHING = ("to", "contiguous", "float", "double", "bfloat16", "half", "type_as")
 
@@ -131,3 +132,10 @@ def compiled_gradient(how: str) -> Tensor:
 @pytest.mark.parametrize("how", ["type", "dense"])
 def test_a_compiled_function_has_its_gradient(how: str):
     assert run_ranks(1, compiled_gradient, how) == [pytest.approx(2 * torch.ones(3, 4))]
+
+
+def test_an_operator_without_a_gradient_refuses_to_lose_one():
+    x, inverse = torch.ones(2, 3), torch.tensor([[0], [1]])
+    assert torch.equal(copy_tokens(x, inverse, None), x)
+    with pytest.raises(RuntimeError, match="titan_exp::copy_tokens has no gradient"):
+        copy_tokens(x.requires_grad_(), inverse, None)

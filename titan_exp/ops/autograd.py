@@ -19,7 +19,14 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Custom operator `titan_exp::name` without a gradient, for calls by autograd functions. Compilers, the planner and
     selective recomputation look at operators. If none of them is active, the function is called directly, since the
-    dispatcher takes longer than a small kernel. The first argument is a tensor; `fake` makes results without data."""
+    dispatcher takes longer than a small kernel. The first argument is a tensor; `fake` makes results without data.
+
+    Raises:
+        RuntimeError: a call outside an autograd function would lose a gradient.
+    """
+
+    def is_differentiated(*operands: Any) -> bool:
+        return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in operands)
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         defined: Any = torch.library.custom_op(f"titan_exp::{name}", mutates_args=tuple(mutates_args))(function)
@@ -35,6 +42,8 @@ def operator(
             is_looked_at = torch.compiler.is_compiling() or torch.is_grad_enabled()
             is_looked_at = is_looked_at or torch._C._len_torch_dispatch_stack() > 0
             if is_looked_at or isinstance(first, FakeTensor) or first.is_meta:
+                if not torch.compiler.is_compiling() and is_differentiated(first, *others):
+                    raise RuntimeError(f"titan_exp::{name} has no gradient: call it in an autograd function")
                 return overload(first, *others, **options)
             return function(first, *others, **options)
 

@@ -35,8 +35,9 @@ def choose_experts(
     """Choose the k experts with the highest scores, in `active_groups` of `groups` equal groups of neighbours. A
     group's score is its maximum (DeepSeek V2), or the sum of its two highest with `top2_groups` (V3). Among equal
     scores the lowest index wins. There is no gradient."""
+    scores = scores.detach()
     if active_groups < groups:
-        grouped = scores.detach().unflatten(-1, (groups, -1))
+        grouped = scores.unflatten(-1, (groups, -1))
         of_groups = grouped.topk(2, dim=-1).values.sum(-1) if top2_groups else grouped.amax(-1)
         chosen = topk_lowest_index(of_groups, active_groups)
         closed = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, chosen, False)

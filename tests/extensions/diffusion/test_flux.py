@@ -34,7 +34,8 @@ from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_we
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.cli.convert import run
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.extensions.diffusion import flux
+from titan_exp.extensions.diffusion import state_dict as diffusion_state_dict
+from titan_exp.extensions.diffusion.flux import Config
 from titan_exp.inference.evaluate import evaluate_command
 from titan_exp.inference.generate import generate_command
 from titan_exp.models.build import build_model, init_specs
@@ -47,7 +48,7 @@ from titan_exp.rules import violations
 from titan_exp.trainer.restore import load_source
 
 
-def differences(config: flux.Config, *, guidance: bool = True) -> tuple[float, float]:
+def differences(config: Config, *, guidance: bool = True) -> tuple[float, float]:
     """Differences from diffusers, relative: of the output, and the largest one of the gradient of a parameter."""
     theirs, ours = tiny_in_diffusers(guidance_embeds=guidance), tiny_model(config)
     ours.load_state_dict(from_theirs(config, theirs.state_dict(), "diffusers"))
@@ -80,7 +81,7 @@ def test_output_and_gradients_are_those_of_diffusers(guidance: bool):
 
 
 def the_last_modulation_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flux, "STATE_DICTS", {"diffusers": _names(swaps_output=False)})
+    monkeypatch.setattr("titan_exp.extensions.diffusion.flux.STATE_DICTS", {"diffusers": _names(swaps_output=False)})
 
 
 def the_last_modulation_begins_with_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +100,7 @@ def rows_and_columns_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AxialRotaryEmbedding, "forward", lambda self, ids: plain(self, ids[..., [0, 2, 1]]))
 
 
-def the_axes_are_in_another_order(_: pytest.MonkeyPatch) -> flux.Config:
+def the_axes_are_in_another_order(_: pytest.MonkeyPatch) -> Config:
     return replace(tiny(), rope_axes=(6, 6, 4))
 
 
@@ -132,16 +133,20 @@ def sines_come_before_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
 def norms_of_heads_keep_the_order_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(start: int, width: int, name: str, first: int) -> Any:
         is_norm = ".norm" in name
-        return [flux.RowRange(start, width, name, first)] if is_norm else half_split_rows(start, width, name, first)
+        return (
+            [diffusion_state_dict.RowRange(start, width, name, first)]
+            if is_norm
+            else half_split_rows(start, width, name, first)
+        )
 
-    monkeypatch.setattr(flux, "half_split_rows", rows)
+    monkeypatch.setattr(diffusion_state_dict, "half_split_rows", rows)
 
 
 def the_feed_forward_comes_behind_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_their_order(layer: Any) -> Any:
         return range(layer.linear("out").inputs)
 
-    monkeypatch.setattr(flux, "_by_head", in_their_order)
+    monkeypatch.setattr(diffusion_state_dict, "_by_head", in_their_order)
 
 
 def gates_and_shifts_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +160,10 @@ def gates_and_shifts_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _names(**changes: Any) -> Any:
-    return replace(flux.DIFFUSERS, **changes)
+    return replace(diffusion_state_dict.DIFFUSERS, **changes)
 
 
-MUTATIONS: list[Callable[[pytest.MonkeyPatch], flux.Config | None]] = [
+MUTATIONS: list[Callable[[pytest.MonkeyPatch], Config | None]] = [
     the_last_modulation_is_not_swapped,
     the_last_modulation_begins_with_the_scale,
     rows_and_columns_change_places,
@@ -175,7 +180,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], flux.Config | None]] = [
 
 @needs_diffusers
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_mutations_are_noticed(monkeypatch: pytest.MonkeyPatch, mutation: Callable[..., flux.Config | None]):
+def test_mutations_are_noticed(monkeypatch: pytest.MonkeyPatch, mutation: Callable[..., Config | None]):
     output, gradients = differences(mutation(monkeypatch) or tiny())
     assert output > 2e-5
     assert gradients > 2e-4
@@ -217,9 +222,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def debug() -> flux.Config:
+def debug() -> Config:
     config = experiment("model=flux_debug").model
-    assert isinstance(config, flux.Config)
+    assert isinstance(config, Config)
     return config
 
 

@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.extensions.diffusion.spec import DiffusionConfig, diffusion_spec, diffusion_violations
-<<<<<<< HEAD
-from titan_exp.models.convert.hf_config import Diffusers
-from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap, half_split_rows
-from titan_exp.models.spec.model_spec import LayerSpec, ModelSpec
-from titan_exp.models.spec.tp_plan import FusedRows
-=======
 from titan_exp.extensions.diffusion.state_dict import BFL, DIFFUSERS, diffusion_map
-from titan_exp.models.convert.diffusers_config import Diffusers
+from titan_exp.models.convert.hf_config import Diffusers
 from titan_exp.models.convert.state_dict_map import StateDictMap
->>>>>>> parent of e9e9b555 (diffusion: FLUX.1 in one file, its state-dict maps included)
 
 if TYPE_CHECKING:
     from torch import nn

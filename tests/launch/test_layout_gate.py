@@ -94,7 +94,7 @@ def test_a_verdict_is_read_from_the_cache_unless_it_is_broken(tmp_path: Path, mo
     assert len(said) == 1
     for file in (tmp_path / "plan").glob("layout-*.json"):
         file.write_text("[]")
-    for broken in ("", '{"difference": 1}', "\0"):
+    for broken in ("", '{"difference": 1}', "{}", "\0"):
         layout_verdicts(runs[:1], tmp_path, said.append)
         for file in (tmp_path / "plan").glob("layout-*.json"):
             file.write_text(broken)

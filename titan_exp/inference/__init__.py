@@ -8,7 +8,7 @@ from titan_exp.models.spec.rope import ROPE
 
 FLAGS = "".join(f" [--{name}]" for name in provided("observations"))  # flags of extensions
 MEANINGS = "".join(
-    f"  --{name} also {help_line(path)[0].lower()}{help_line(path)[1:]}\n"
+    f"  --{name} also {help_line(path)[:1].lower()}{help_line(path)[1:]}\n"
     for name, path in provided("observations").items()
 )
 """Help lines about these flags."""

@@ -146,9 +146,10 @@ def _sources(name: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Verdict | None:
+    found: Verdict | None = None
     with suppress(UserError):  # damaged: the layouts are checked again
-        return read_json(path, Verdict)
-    return None
+        found = read_json(path, Verdict)
+    return found if found is not None and (found.agreeing or found.difference) else None
 
 
 GATE_HINT = "  To start anyway, use plan.gate=warn, or plan.gate=off for no check."

@@ -110,8 +110,11 @@ class StudyRecord:
 def study_record(values: dict[str, Any]) -> StudyRecord:
     """Record that any release wrote. Each writes further fields, and an earlier one lacks some, which are empty here;
     no point lacks its run and variant."""
-    empty = (StudyRecord("", "", "", (), None, {}, (), {}), StudyRun("", "", None, "", "", 0, 0, "", ()))
-    record, point = (json.loads(json.dumps(asdict(one))) for one in empty)
+    no_study = StudyRecord(name="", question="", size="", typed=(), baseline=None, metrics={}, points=(), skipped={})
+    no_run = StudyRun(
+        label="", variant="", seed=None, run_id="", experiment_id="", processes=0, steps=0, kind="", overrides=()
+    )
+    record, point = (json.loads(json.dumps(asdict(one))) for one in (no_study, no_run))
     del point["run_id"], point["variant"]
     runs = {
         name: [{**point, **one} if isinstance(one, dict) else one for one in values[name]]
@@ -360,7 +363,8 @@ def _in_group(path: Path) -> list[RunEntry]:
     if record is not None:
         groups = ((record.points, True, False), (record.others, False, False), (record.removed, False, True))
         for points, asked, removed in groups:
-            for folder, point in ((study.run(point), point) for point in points):
+            for point in points:
+                folder = study.run(point)
                 if asked or folder.path.is_dir():
                     entry = RunEntry(folder, point.label, path.name, point, asked, removed, len(record.rungs))
                     found.setdefault(folder.path, entry)

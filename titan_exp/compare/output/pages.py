@@ -226,12 +226,13 @@ def fit_keys(table: TextTable, width: int, beside: int) -> FittedTable:
         spared = [one for one in kept if _distinct([other for other in kept if other != one]) == _distinct(kept)]
         kept.remove((spared or kept)[-1])
     rows = [replace(row, keys=tuple(column.texts[place] for column in shown)) for place, row in enumerate(table.rows)]
-    pairs = [zip(table.keys, row.keys, strict=True) for row in table.rows if numbered]
+    pairs = [zip(table.keys, row.keys, strict=True) for row in table.rows]
+    labels = tuple(" ".join(f"{name}={value}" for name, value in row) for row in pairs)
     return FittedTable(
         replace(table, keys=tuple(column.name for column in shown), rows=tuple(rows)),
         left_out=tuple(column.name for column in columns if column not in kept),
         shortened=tuple(column.name for column in kept if column not in shown),
-        labels=tuple(" ".join(f"{name}={value}" for name, value in row) for row in pairs),
+        labels=labels if numbered else (),
     )
 
 

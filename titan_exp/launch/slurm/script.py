@@ -11,6 +11,7 @@ from titan_exp.config.devices import device_type
 from titan_exp.config.groups.run import ClusterConfig
 from titan_exp.launch.code_snapshot import CodeSnapshot
 from titan_exp.launch.executor import several_worlds, size_in_words
+from titan_exp.launch.rank.rank_env import GROUP
 from titan_exp.tracking.run_folder.run_folder import PREEMPTED
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def render(script: Script) -> str:
         options=[*options, *map(shlex.quote, cluster.sbatch_args)],
         worlds=worlds,
         start=START,
+        group=GROUP,
         cluster=cluster,
         threads=cluster.threads_per_process or cluster.cpus_per_gpu,
         lead=cluster.signal_lead,

@@ -82,11 +82,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def wait_until(happened: Callable[[], object], seconds: float, pause: float = 0.1) -> bool:
+def wait_until(happened: Callable[[], object], seconds: float) -> bool:
     """Poll until something has happened, such as a file of another process; False if it has not in so many seconds."""
     deadline = time.monotonic() + seconds
     while not (has_happened := bool(happened())) and time.monotonic() < deadline:
-        time.sleep(pause)
+        time.sleep(0.1)
     return has_happened
 
 

@@ -163,7 +163,7 @@ def use_one_device() -> None:
 
 def show_gpus_to_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules of this process see a GPU for each rank."""
-    for module in ("rules.rule", "config.machine.devices"):
+    for module in ("rules.rule", "config.devices"):
         monkeypatch.setattr(f"titan_exp.{module}.visible_gpus", lambda: 16)
 
 

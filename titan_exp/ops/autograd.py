@@ -22,7 +22,7 @@ def operator(
     dispatcher takes longer than a small kernel. The first argument is a tensor; `fake` makes results without data.
 
     Raises:
-        RuntimeError: a call outside an autograd function would lose a gradient.
+        RuntimeError: a call outside an autograd function would lose a gradient. Compiled code is not checked.
     """
 
     def is_differentiated(*operands: Any) -> bool:

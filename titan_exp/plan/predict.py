@@ -85,9 +85,16 @@ class RankPlan:
         """Prediction, without its trace."""
         peak, allocator = self.trace.peak, self.allocator
         reserved, retries = (None, 0) if allocator is None else (allocator.reserved, allocator.retries)
-        step = self.time, self.trace.costs.operators
         return RankPrediction(
-            self.pipeline_rank, peak.bytes, reserved, peak.by_category, peak.where, *step, self.saved, retries
+            self.pipeline_rank,
+            allocated=peak.bytes,
+            reserved=reserved,
+            by_category=peak.by_category,
+            during=peak.where,
+            seconds=self.time,
+            operators=self.trace.costs.operators,
+            saved=self.saved,
+            retries=retries,
         )
 
 

@@ -13,7 +13,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from titan_exp.config.devices import device_type, unusable_cuda, visible_gpus
+from titan_exp.config import devices
+from titan_exp.config.devices import device_type, visible_gpus
 from titan_exp.config.errors.user_error import Violation, listed, multiples_near, nearest_numbers
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -27,7 +28,7 @@ DERIVED: dict[str, Callable[[Experiment], Any]] = {
     "layout": ResolvedLayout.of,
     "device": lambda experiment: device_type(experiment.cluster),
     "gpus": lambda _: visible_gpus(),
-    "unusable_cuda": lambda _: unusable_cuda(),
+    "unusable_cuda": lambda _: devices.unusable_cuda(),
     "spec": lambda experiment: model_spec(experiment.model),
     "whole": lambda experiment: experiment,
 }

@@ -128,7 +128,8 @@ class Router(nn.Module):
             choices = routing_ops.choices_per_expert(experts.flatten(1), moe.experts)
             counts = choices.sum(0)
         else:
-            order = _, _, ends = sort_by_expert(experts.flatten(0, 1), moe.experts)
+            order = sort_by_expert(experts.flatten(0, 1), moe.experts)
+            ends = order[-1]
             counts = ends.diff(prepend=ends.new_zeros(1))
         count = routing_ops.add_unless_recomputing if self.recomputed else Tensor.add_
         count(self.counts, counts)

@@ -1,7 +1,8 @@
 """Grouped matmul of experts: multiplies each row of a matrix, sorted by expert, by the weight of its expert.
 
-On CUDA in bf16 it is torch's grouped matmul, a single kernel that reads the group ends on the device. Otherwise it is a
-loop over experts that reads the ends on the host, which synchronizes a GPU, as does torch's kernel before Hopper.
+On CUDA in bf16 it is torch's grouped matmul, a single kernel that reads the group ends on the device. On a CPU it is
+torch's too, in bf16 and fp32. Otherwise it is a loop over experts. Both of these read the ends on the host, which
+synchronizes a GPU, as does torch's kernel before Hopper.
 
 The linear layer of weighted SwiGLU is the second half of an expert. Its backward keeps SwiGLU's input. The gradient of
 the weight also needs SwiGLU's output, which SwiGLU's backward can compute on the way and write over its upstream
@@ -78,7 +79,7 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
 
 def _is_taken(left: Tensor, right: Tensor) -> bool:
     """True if torch's grouped matmul takes these operands, on a GPU only those in bf16."""
-    aligned = left.shape[-1] % ALIGNED == right.shape[-1] % ALIGNED == 0
+    aligned = all(size % ALIGNED == 0 for size in (left.shape[-1], right.shape[-1]))
     return aligned and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float32)
 
 
@@ -90,11 +91,12 @@ def _grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         _zero_rows_after(out, ends)
         return out
     sizes = sizes_of_experts(ends, x.shape[0])
-    if x.is_cpu and _is_taken(x, weight):
+    if x.is_cpu and _is_taken(x, weight) and (weight.is_contiguous() or weight.mT.is_contiguous()):
         out = F.grouped_mm(x.contiguous(), weight, offs=ends)
     else:
         out = x.new_empty(x.shape[0], weight.shape[2])
-        for part, rows, matrix in zip(*(of.split_with_sizes(sizes) for of in (out, x)), weight.unbind(), strict=False):
+        of_experts = out.split_with_sizes(sizes), x.split_with_sizes(sizes), weight.unbind()
+        for part, rows, matrix in zip(*of_experts, strict=False):
             if rows.shape[0]:
                 torch.mm(rows, matrix, out=part)
     if sizes[-1]:
@@ -157,10 +159,10 @@ def sizes_of_experts(ends: Tensor, tokens: int) -> list[int]:
     known = (
         [tokens * (expert + 1) // experts for expert in range(experts)] if type(ends) is FakeTensor else ends.tolist()
     )
-    sizes = [end - start for start, end in pairwise([0, *known, tokens])]
-    if min(sizes) < 0:
-        raise ValueError(f"ends of the experts' rows must be between 0 and {tokens}, and ascend: {known}")
-    return sizes
+    for expert, (start, end) in enumerate(pairwise([0, *known])):
+        if not start <= end <= tokens:
+            raise ValueError(f"rows of expert {expert} end at {end}, which must be between {start} and {tokens}")
+    return [end - start for start, end in pairwise([0, *known, tokens])]
 
 
 def runs_of_experts(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:

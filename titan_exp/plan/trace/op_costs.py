@@ -121,7 +121,7 @@ MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0
 _aten = torch.ops.aten
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
 """Operators that overwrite their first argument without reading it."""
-_GATHERS = ("embedding", "gather", "index", "index_select")
+_GATHERS = ("embedding", "gather", "index", "index_select", "take")
 """Operators that read as many elements of their first argument as they return."""
 _GROUP_SECOND = ("allreduce_", "broadcast_", "send", "recv_")
 _NAMES = {

@@ -126,7 +126,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("code", ENDS)
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.night)], ids=["warm", "cold"])
 def test_it_ends_as_any(code: str, cold: bool, monkeypatch: pytest.MonkeyPatch):
     if cold:
         monkeypatch.setattr(subprocess, "_fork_exec", warm_start.execute)

@@ -52,11 +52,10 @@ def the_temperature_counts_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_temperature_scales_rotated_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_exp.models.spec.mixers import QueryTemperature
-    from titan_exp.models.spec.transformer import AttentionVariant
+    from titan_exp.models.llama4 import AttentionVariant, QueryTemperature
 
     monkeypatch.setattr(
-        "titan_exp.models.spec.transformer.AttentionVariant",
+        "titan_exp.models.llama4.AttentionVariant",
         lambda **options: AttentionVariant(**{**options, "temperature": QueryTemperature(0.1, 8)}),
     )
 

@@ -116,9 +116,6 @@ class StatusRow:
         return shown_state(self.state, self.reason)
 
 
-LOGGED = ("loss", "tokens_per_second", "mfu", "memory", "validation_loss", "tokens")  # metrics of a row, as logged last
-
-
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
     """Build the status row of each run. If a file of it is damaged, the row has the damage as its reason."""
     now, rows = run_statuses([entry.run for entry in found]), list[StatusRow]()
@@ -159,14 +156,19 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         state=status.state,
         step=step,
         steps=steps,
+        loss=values.get("loss"),
+        tokens_per_second=values.get("tokens_per_second"),
+        mfu=values.get("mfu"),
         seconds_left=_seconds_left(run, step, steps) if status.state == "running" and steps is not None else None,
         gpu_hours=_process_hours(run, status) if on_gpu else None,
         job_id=status.job_id,
         reason=status.reason,
         removed=entry.removed,
         warning=entry.folder.warning() if status.state == "running" else None,
+        memory=values.get("memory"),
         memory_predicted=run.predicted.memory,
         tokens_per_second_predicted=run.predicted.tokens_per_second,
+        validation_loss=values.get("validation_loss"),
         parent=None if lineage is None else lineage.name,
         parent_step=None if lineage is None else lineage.step,
         rung=None if entry.point is None or not entry.rungs else entry.point.round,
@@ -174,7 +176,7 @@ def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
         reported={name: value for name, value in values.items() if name.startswith((*REPORTED, *parts))},
         evaluated={name: value for name, value in values.items() if name.startswith(evaluated)},
         asked=entry.asked,
-        **{name: values.get(name) for name in LOGGED},
+        tokens=values.get("tokens"),
     )
 
 
